@@ -9,8 +9,6 @@ fn git(args: &[&str]) -> Option<String> {
 }
 
 fn main() {
-    // A macro embeds the migrations; cargo does not track its reads.
-    println!("cargo:rerun-if-changed=migrations");
     println!("cargo:rerun-if-changed=build.rs");
     if let Some(dir) = git(&["rev-parse", "--absolute-git-dir"]) {
         println!("cargo:rerun-if-changed={dir}/HEAD");

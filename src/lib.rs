@@ -1,27 +1,16 @@
 //! svc: one VPS for each paying user, kept alive, reachable, backed up and replaceable.
 //!
-//! `ARCHITECTURE.md` has the map. Host and platform never import each other; their shared code is here.
+//! `ARCHITECTURE.md` has the map. Each folder beside this file is a package of its own, so that the compiler holds who may
+//! import whom; their names are gathered here for the program, the tests and the benches.
 
-pub mod accounts;
-pub mod applet;
-pub mod beneath;
-mod chain;
-pub mod clock;
-pub mod config;
-pub mod ctl;
-pub mod diagnosis;
-pub mod failpoint;
-pub mod fsx;
-pub mod host;
-pub mod http;
-mod log_line;
-pub mod machine;
-mod manual;
-pub mod metrics;
-pub mod partial;
-pub mod platform;
-pub mod provider;
-mod quantity;
-pub mod store;
-pub mod telemetry;
-pub mod untrusted_text;
+pub use svc_base::{
+    accounts, applet, beneath, chain, clock, config, diagnosis, failpoint, fsx, log_line, manual, metrics,
+    partial, quantity, telemetry, untrusted_text,
+};
+pub use svc_ctl as ctl;
+pub use svc_host as host;
+pub use svc_http as http;
+pub use svc_machine as machine;
+pub use svc_platform as platform;
+pub use svc_provider as provider;
+pub use svc_store as store;

@@ -2,9 +2,21 @@
 
 use std::process::ExitCode;
 
-use svc::applet::{self, Applet};
+use svc::applet::{self, Applet, Build};
 use svc::ctl::local::{LocalChecks, PlatformExamination};
 use svc::{ctl, host, platform};
+
+const BUILD: Build = Build {
+    version: concat!(
+        env!("CARGO_PKG_VERSION"),
+        " (commit ",
+        env!("SVC_COMMIT"),
+        ", ",
+        env!("SVC_COMMIT_DATE"),
+        ")"
+    ),
+    commit: env!("SVC_COMMIT"),
+};
 
 /// The finished applets; unfinished ones are not listed.
 static APPLETS: &[Applet] = &[
@@ -82,5 +94,5 @@ const LOCAL_CHECKS: LocalChecks = LocalChecks {
 fn main() -> ExitCode {
     svc::failpoint::arm();
     svc::http::tls::install_provider();
-    applet::dispatch(APPLETS, std::env::args_os().collect())
+    applet::dispatch(BUILD, APPLETS, std::env::args_os().collect())
 }

@@ -81,6 +81,11 @@ fn imports_respect_the_architecture() {
 }
 
 #[test]
+fn packages_depend_only_on_those_below_them() {
+    assert_none(&edges::forbidden_dependencies(&files()));
+}
+
+#[test]
 fn no_unwrap_outside_tests() {
     assert_none(&rules::unwraps(&files()));
 }

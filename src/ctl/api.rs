@@ -13,9 +13,9 @@ use url::Url;
 use uuid::Uuid;
 
 use super::refusal::ApiProblem;
-use crate::http::client::{self, Deadlines};
-use crate::http::{problem, request_id};
-use crate::untrusted_text;
+use svc_base::untrusted_text;
+use svc_http::client::{self, Deadlines};
+use svc_http::{problem, request_id};
 
 const MAX_ATTEMPTS: usize = 5;
 /// A longer `Retry-After` is not waited for: the call fails.

@@ -25,12 +25,12 @@ use tokio::io::AsyncReadExt;
 
 use self::companions::{BundleContext, Companions};
 use super::show::size;
-use crate::applet::{Exit, Failure};
-use crate::config::Env;
-use crate::machine::name::ImageVersion;
-use crate::store::bucket::{Bucket, Condition, StoreError};
-use crate::store::bundle::{KeySet, ManifestError, TrustedKeys, digest, digest_line, parse_digest};
-use crate::store::key::{self, BUNDLE_FILE};
+use svc_base::applet::{Exit, Failure};
+use svc_base::config::Env;
+use svc_machine::name::ImageVersion;
+use svc_store::bucket::{Bucket, Condition, StoreError};
+use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest, digest_line, parse_digest};
+use svc_store::key::{self, BUNDLE_FILE};
 
 const CHUNK: usize = 256 * 1024;
 
@@ -159,7 +159,7 @@ pub struct PublishedBundle {
     pub key: String,
     pub size_bytes: u64,
     pub sha256: String,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub published_at: Timestamp,
 }
 
@@ -343,7 +343,7 @@ mod tests {
     use kit::bundle::SigningKey;
 
     use super::*;
-    use crate::store::bundle;
+    use svc_store::bundle;
 
     fn build(content: &[u8]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();

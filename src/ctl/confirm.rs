@@ -4,7 +4,7 @@ use std::io::{self, BufRead, IsTerminal, Write};
 
 use anyhow::anyhow;
 
-use crate::applet::{Exit, Failure};
+use svc_base::applet::{Exit, Failure};
 
 /// Whether the operator must confirm: not with `--yes`.
 ///

@@ -13,9 +13,9 @@ use super::local::LocalChecks;
 use super::out::{Out, print};
 use super::show::operator::WhoAmI;
 use super::show::{self, View};
-use crate::applet::{Exit, Failure};
-use crate::config::platform_env_file;
-use crate::diagnosis::{self, Check, Findings, Level, Report};
+use svc_base::applet::{Exit, Failure};
+use svc_base::config::platform_env_file;
+use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 
 /// Settings file of the platform's package.
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";

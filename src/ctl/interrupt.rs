@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::anyhow;
 
-use crate::applet::{Exit, Failure};
+use svc_base::applet::{Exit, Failure};
 
 /// Runs `work` until ^C, which prints the command that continues to follow the operation.
 ///

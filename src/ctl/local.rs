@@ -6,7 +6,7 @@ use futures_util::future::BoxFuture;
 use secrecy::SecretString;
 use url::Url;
 
-use crate::diagnosis::{Finding, Report};
+use svc_base::diagnosis::{Finding, Report};
 
 /// The checks of host and platform.
 #[derive(Clone, Copy)]

@@ -22,11 +22,11 @@ mod wait;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use crate::applet;
-use crate::http::request_id;
-use crate::telemetry;
 use args::Args;
 use local::LocalChecks;
+use svc_base::applet;
+use svc_base::telemetry;
+use svc_http::request_id;
 
 pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     let args: Args = match applet::parse(args) {

@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Write};
 
 use super::api::{ApiResponse, CallError};
 use super::show::View;
-use crate::applet::Failure;
+use svc_base::applet::Failure;
 
 #[derive(Clone, Copy)]
 pub struct Out {

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use super::api::CallError;
 use super::args::Args;
 use super::show::compact;
-use crate::applet::{Exit, Failure};
-use crate::untrusted_text;
+use svc_base::applet::{Exit, Failure};
+use svc_base::untrusted_text;
 
 /// A problem from the platform, or an error response of an intermediary.
 #[derive(Debug, thiserror::Error)]
@@ -285,7 +285,7 @@ impl From<CallError> for Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::problem::Code;
+    use svc_http::problem::Code;
 
     fn refusal(status: u16, code: &str) -> ApiProblem {
         let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);

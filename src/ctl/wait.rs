@@ -13,8 +13,8 @@ use super::show::boot::BootProgress;
 use super::show::failure::MachineFailure;
 use super::show::machine::Machine;
 use super::show::operation::Operation;
-use crate::applet::{Exit, Failure};
-use crate::untrusted_text::one_line;
+use svc_base::applet::{Exit, Failure};
+use svc_base::untrusted_text::one_line;
 
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::openapi::MAX_SAFE_INTEGER;
 use super::problem::{FieldError, Problem};
-use crate::untrusted_text;
+use svc_base::untrusted_text;
 
 pub struct Fields {
     left: Map<String, Value>,

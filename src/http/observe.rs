@@ -12,7 +12,7 @@ use http::{HeaderValue, Method};
 use tracing::Instrument;
 
 use super::request_id;
-use crate::metrics::{HTTP_DURATION, HTTP_REQUESTS, label};
+use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, label};
 
 /// The listener, for logs and metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

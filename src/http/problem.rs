@@ -7,7 +7,7 @@ use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-pub use crate::chain::chain;
+pub use svc_base::chain::chain;
 
 /// Declares the codes with their status and title, so that no list can omit one.
 macro_rules! codes {

@@ -11,8 +11,8 @@ use ring::rand::SystemRandom;
 use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
 use serde::{Deserialize, Serialize};
 
-use crate::machine::id::MachineId;
-use crate::machine::name::{Handle, IdpUserId, Slot};
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, Slot};
 
 pub const HEADER: &str = "x-svc-proof";
 pub const ISSUER: &str = "svc-platform";

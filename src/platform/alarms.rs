@@ -14,9 +14,9 @@ use super::context::Platform;
 use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
-use crate::clock::rfc3339_ms;
-use crate::http::problem::chain;
-use crate::provider::{ErrorKind, ProviderError};
+use svc_base::clock::rfc3339_ms;
+use svc_http::problem::chain;
+use svc_provider::{ErrorKind, ProviderError};
 
 /// How long a released fuse allows work. Unknown servers are released individually instead.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Value, json};
 
 use super::db::fleet::FleetRow;
-use crate::store::bundle::{MAX_KEYS, TrustedKeys};
+use svc_store::bundle::{MAX_KEYS, TrustedKeys};
 
 /// Maximum handles listed per key; the total counts all machines.
 const MAX_HANDLES: usize = 20;
@@ -85,7 +85,7 @@ fn key_entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::platform::fleet::tests::healthy_row;
+    use crate::fleet::tests::healthy_row;
 
     const OLD: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
     const NEW: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";

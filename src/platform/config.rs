@@ -19,9 +19,9 @@ use super::platform_key::PlatformKeys;
 use super::rates::RateConfig;
 use super::router::RouterConfig;
 use super::token_rotation::TokenTiming;
-use crate::config::{ConfigError, Env, Flag};
-use crate::machine::name::{ImageVersion, Location, ServerType};
-use crate::store::config::StoreConfig;
+use svc_base::config::{ConfigError, Env, Flag};
+use svc_machine::name::{ImageVersion, Location, ServerType};
+use svc_store::config::StoreConfig;
 
 pub use self::connections::Connections;
 

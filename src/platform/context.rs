@@ -16,8 +16,8 @@ use super::rates::ApiRates;
 use super::router::Freshness;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
-use crate::provider::Provider;
-use crate::store::Bucket;
+use svc_provider::Provider;
+use svc_store::Bucket;
 
 pub struct Platform {
     pub config: PlatformConfig,

@@ -14,16 +14,16 @@ use super::config::Timing;
 use super::db::kept_servers::{KeptServerRow, ServerRetention};
 use super::db::machine_row::MachineRow;
 use super::db::{self, DbError};
-use crate::clock::rfc3339_ms;
-use crate::http::problem::chain;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
-use crate::machine::name::{IdpUserId, Slot};
-use crate::store::Bucket;
-use crate::store::key::{self, SlotPrefix};
-use crate::store::newer_snapshot;
-use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_base::clock::rfc3339_ms;
+use svc_http::problem::chain;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+use svc_machine::name::{IdpUserId, Slot};
+use svc_store::Bucket;
+use svc_store::key::{self, SlotPrefix};
+use svc_store::newer_snapshot;
+use svc_store::pointer::SnapshotRef;
+use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Timeout of finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);

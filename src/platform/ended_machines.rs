@@ -34,7 +34,7 @@ fn entry(row: &EndedMachineRow) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::id::{MachineId, OperationId};
+    use svc_machine::id::{MachineId, OperationId};
 
     fn row() -> EndedMachineRow {
         EndedMachineRow {

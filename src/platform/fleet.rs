@@ -8,8 +8,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::db::fleet::FleetRow;
-use crate::machine::state::Status;
-use crate::store::bucket::is_unusable_pointer;
+use svc_machine::state::Status;
+use svc_store::bucket::is_unusable_pointer;
 
 /// Hosts send a heartbeat every 30 s; a silence of this many seconds is no coincidence.
 const SILENT_SECONDS: f64 = 120.0;
@@ -166,7 +166,7 @@ fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::machine::id::{MachineId, OperationId};
+    use svc_machine::id::{MachineId, OperationId};
 
     const ROTATION: Duration = Duration::from_secs(10_000);
 

@@ -5,11 +5,11 @@ use base64::engine::general_purpose::STANDARD as B64;
 use url::Url;
 
 use super::config::url;
-use crate::config::{Env, Flag};
-use crate::http::networks::Networks;
-use crate::machine::name::ImageVersion;
-use crate::store::bundle::TrustedKeys;
-use crate::store::key::BUNDLE_FILE;
+use svc_base::config::{Env, Flag};
+use svc_http::networks::Networks;
+use svc_machine::name::ImageVersion;
+use svc_store::bundle::TrustedKeys;
+use svc_store::key::BUNDLE_FILE;
 
 const EGRESS_VARIABLE: &str = "PLATFORM_EGRESS_CIDRS";
 /// They are part of user-data, whose size is limited.

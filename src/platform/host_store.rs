@@ -13,16 +13,16 @@ use serde_json::{Value, json};
 use url::Url;
 
 use super::db::machine_row::MachineRow;
-use crate::chain::chain;
-use crate::clock::rfc3339_ms;
-use crate::config::{Env, Flag, env_line};
-use crate::machine::epoch::Epoch;
-use crate::machine::name::Slot;
-use crate::store::config::{S3Config, StoreConfig};
-use crate::store::credentials::TemporaryCredentials;
-use crate::store::key::SlotPrefix;
-use crate::store::policy::{self, SnapshotWrites};
-use crate::store::sts::{Sts, StsError};
+use svc_base::chain::chain;
+use svc_base::clock::rfc3339_ms;
+use svc_base::config::{Env, Flag, env_line};
+use svc_machine::epoch::Epoch;
+use svc_machine::name::Slot;
+use svc_store::config::{S3Config, StoreConfig};
+use svc_store::credentials::TemporaryCredentials;
+use svc_store::key::SlotPrefix;
+use svc_store::policy::{self, SnapshotWrites};
+use svc_store::sts::{Sts, StsError};
 
 /// Lifetime of the working session: the shortest that STS grants.
 const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);

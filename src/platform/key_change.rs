@@ -22,9 +22,9 @@ use super::db::platform_keys::{self, ProcessKeys};
 use super::db::{self, Db, DbError};
 use super::keys::{KeyError, LOCK, Seal};
 use super::platform_key::KeyIds;
-use crate::failpoint::{self, Injected};
-use crate::http::problem::chain;
-use crate::store::StoreError;
+use svc_base::failpoint::{self, Injected};
+use svc_http::problem::chain;
+use svc_store::StoreError;
 
 /// Places where a test may stop the process, in the order in which they are reached.
 pub const POINTS: &[&str] = &[

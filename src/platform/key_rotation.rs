@@ -19,7 +19,7 @@ use super::db::keys::{APP, Acknowledged, KeyDistribution, PROOF, UnacknowledgedH
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
 use super::router::MAX_SIGNED_LIFETIME;
-use crate::http::problem::chain;
+use svc_http::problem::chain;
 
 const MAX_INTERVAL: Duration = Duration::from_secs(10);
 /// A silent host must not make the number of keys grow beyond this; hosts keep at least as many.

@@ -14,7 +14,7 @@ use secrecy::{ExposeSecret, SecretSlice};
 
 use super::db::{self, Db, DbError};
 use super::platform_key::PlatformKeys;
-use crate::http::proof::{ProofKeys, Signer};
+use svc_http::proof::{ProofKeys, Signer};
 
 /// Maximum retired keys that still sign for hosts without a newer one.
 const MAX_RETIRED: i64 = 8;

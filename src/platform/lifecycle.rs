@@ -12,12 +12,12 @@ use super::db::machine_row::{Failure, MachineKind, MachineRow};
 use super::db::{self, DbError};
 use super::operations::{OperationKind, OperationOptions};
 use super::tokens::{Generation, Purpose, TokenMint};
-use crate::machine::epoch::Epoch;
-use crate::machine::event::{Effect, Event, RestoreMode};
-use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
-use crate::machine::state::{State, Status};
-use crate::machine::transition::{Outcome, Refusal, transition};
+use svc_machine::epoch::Epoch;
+use svc_machine::event::{Effect, Event, RestoreMode};
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::state::{State, Status};
+use svc_machine::transition::{Outcome, Refusal, transition};
 
 /// Maximum earlier machines considered for a slot's reinstatement.
 const MAX_PREDECESSORS: i64 = 50;
@@ -284,7 +284,7 @@ async fn audit(tx: &Transaction<'_>, action: &str, was: &MachineRow) -> Result<(
         target: &was.id.to_string(),
         before: Some(&was.record()),
         after: after.as_ref(),
-        request_id: &crate::http::request_id::current(),
+        request_id: &svc_http::request_id::current(),
     };
     db::audit::write(tx, &entry).await
 }

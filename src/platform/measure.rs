@@ -15,12 +15,12 @@ use super::db::{self, Db, DbError};
 use super::operations::step::{StepError, StepOutcome};
 use super::operations::{OperationKind, Step, vocabulary};
 use super::{ended_machines, fleet};
-use crate::http::problem::chain;
-use crate::metrics::{
+use svc_base::metrics::{
     ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
     OPERATION_DURATION, OPERATION_STEP_DURATION, OPERATION_STEPS, OPERATIONS, OPERATIONS_IN_PROGRESS,
     OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
+use svc_http::problem::chain;
 
 /// A scraper's timeout is about ten seconds.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);

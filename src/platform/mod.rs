@@ -59,15 +59,16 @@ use self::rates::ApiRates;
 use self::router::{Freshness, RouterContext};
 use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::config::{Env, platform_env_file};
-use crate::http::client::{self, Deadlines};
-use crate::http::server::{self, Limits};
-use crate::http::shards::Shards;
-use crate::http::tls::Identity;
-use crate::provider::hetzner::Hetzner;
-use crate::store::{Bucket, parallel_probe};
-use crate::{metrics, telemetry};
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::config::{Env, platform_env_file};
+use svc_base::metrics;
+use svc_base::telemetry;
+use svc_http::client::{self, Deadlines};
+use svc_http::server::{self, Limits};
+use svc_http::shards::Shards;
+use svc_http::tls::Identity;
+use svc_provider::hetzner::Hetzner;
+use svc_store::{Bucket, parallel_probe};
 
 /// Time for running steps to finish after the stop signal; the next process resumes the rest.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
@@ -81,7 +82,7 @@ const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(clap::Parser)]
 #[command(
     name = "svc-platform",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Control plane and router; configured by environment variables"
 )]
 struct Args {
@@ -257,7 +258,7 @@ fn check_mark(noted: Result<(), MarkError>) -> Result<bool, Failure> {
     match noted {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %crate::chain::chain(&error), "cannot check whether PLATFORM_KEY is the current one");
+            tracing::warn!(error = %svc_base::chain::chain(&error), "cannot check whether PLATFORM_KEY is the current one");
             Ok(false)
         }
         Ok(()) => Ok(true),
@@ -275,7 +276,7 @@ fn log_start(process: &ProcessKeys, api: &str) {
 async fn delete_process_row(platform: &Platform) {
     let left = async { platform.process.delete(&platform.db.session().await?).await };
     if let Err(error) = left.await {
-        tracing::debug!(error = %crate::chain::chain(&error), "the row of this process stays until it expires");
+        tracing::debug!(error = %svc_base::chain::chain(&error), "the row of this process stays until it expires");
     }
 }
 
@@ -291,7 +292,7 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
             }
         }
         Err(error) => {
-            tracing::warn!(error = %crate::chain::chain(&error), "cannot test the object store with parallel writers");
+            tracing::warn!(error = %svc_base::chain::chain(&error), "cannot test the object store with parallel writers");
         }
     }
     Ok(())

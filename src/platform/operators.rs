@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use serde::{Serialize, Serializer};
 
-use crate::machine::name::OperatorName;
+use svc_machine::name::OperatorName;
 
 /// The audit's name for callers with `PLATFORM_SECRET`. No operator can have this name.
 pub const PLATFORM_SECRET_ACTOR: &str = "operator";

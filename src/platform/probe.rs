@@ -5,11 +5,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use anyhow::anyhow;
 
 use super::config::{Listen, PlatformConfig};
-use crate::applet::{Exit, Failure, OrExit};
-use crate::config::Env;
-use crate::http::client::{self, Deadlines};
-use crate::http::problem::chain;
-use crate::http::tls::{self, ChainCheck, Identity};
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::config::Env;
+use svc_http::client::{self, Deadlines};
+use svc_http::problem::chain;
+use svc_http::tls::{self, ChainCheck, Identity};
 
 pub async fn run(mut env: Env) -> Result<(), Failure> {
     let listen = PlatformConfig::api(&mut env);

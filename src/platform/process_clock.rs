@@ -11,8 +11,8 @@ use jiff::Timestamp;
 
 use super::context::Platform;
 use super::db::{self, Db};
-use crate::http::problem::chain;
-use crate::metrics::CLOCK_SKEW;
+use svc_base::metrics::CLOCK_SKEW;
+use svc_http::problem::chain;
 
 const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
 const UNKNOWN: i64 = i64::MIN;

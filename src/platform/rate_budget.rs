@@ -9,8 +9,8 @@ use sha2::{Digest, Sha256};
 use url::Url;
 
 use super::db::{self, Db, DbError};
-use crate::http::problem::chain;
-use crate::provider::{Allowance, BudgetGrant, ObservedBudget};
+use svc_http::problem::chain;
+use svc_provider::{Allowance, BudgetGrant, ObservedBudget};
 
 pub struct SharedBudget {
     db: Db,

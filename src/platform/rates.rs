@@ -8,14 +8,14 @@ use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::config::Env;
-use crate::http::addresses::network;
-use crate::http::networks::Networks;
-use crate::http::problem::{Code, Problem};
-use crate::http::rate::RateLimit;
-use crate::machine::id::MachineId;
-use crate::platform::operators::Operator;
-use crate::platform::tokens;
+use crate::operators::Operator;
+use crate::tokens;
+use svc_base::config::Env;
+use svc_http::addresses::network;
+use svc_http::networks::Networks;
+use svc_http::problem::{Code, Problem};
+use svc_http::rate::RateLimit;
+use svc_machine::id::MachineId;
 
 /// Above the rate of an operator's script in a loop; a runaway script leaves room for others.
 const OPERATOR_REQUESTS_PER_SECOND: u32 = 200;

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::machine::id::MachineId;
+use svc_machine::id::MachineId;
 
 /// Maximum machines that one process remembers; beyond that, others wait.
 const MAX_MACHINES: usize = 4096;

@@ -14,8 +14,8 @@ use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
 use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
-use crate::clock::rfc3339_ms;
-use crate::machine::id::MachineId;
+use svc_base::clock::rfc3339_ms;
+use svc_machine::id::MachineId;
 
 /// Places where a test may stop the process, in the order in which they are reached.
 pub const POINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
@@ -154,7 +154,7 @@ pub fn is_made_by_current_key(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::platform::tokens::{hash, parse_claim};
+    use crate::tokens::{hash, parse_claim};
     use proptest::prelude::*;
 
     const TIMING: TokenTiming =

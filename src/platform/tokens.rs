@@ -11,9 +11,9 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 use uuid::Uuid;
 
-use crate::machine::epoch::Epoch;
-use crate::machine::id::{MachineId, OperatorTokenId};
-use crate::store::key::SlotPrefix;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::{MachineId, OperatorTokenId};
+use svc_store::key::SlotPrefix;
 
 /// Increments when a machine's `UPGRADE_TOKEN` rotates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -10,9 +10,9 @@ use super::db::machine_row::MachineRow;
 use super::host_settings::HostSettings;
 use super::host_store::StoreAccess;
 use super::tokens::{Purpose, TokenMint};
-use crate::config::{env_line, parse_env_file};
-use crate::http::networks::Networks;
-use crate::http::proof::ProofKeys;
+use svc_base::config::{env_line, parse_env_file};
+use svc_http::networks::Networks;
+use svc_http::proof::ProofKeys;
 
 /// Maximum size that the provider accepts.
 pub const MAX_BYTES: usize = 32 << 10;

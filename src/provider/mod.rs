@@ -16,7 +16,7 @@ pub use self::server::{
     Action, ActionId, ActionStatus, Created, Deleted, Server, ServerId, ServerOrder, ServerStatus,
     ServerTypeInfo,
 };
-use crate::machine::name::{Location, ServerType};
+use svc_machine::name::{Location, ServerType};
 
 /// Servers at a cloud provider. Every call has a deadline and bounded retries.
 #[async_trait]

@@ -7,7 +7,7 @@ use std::net::Ipv4Addr;
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 
-use crate::machine::name::{Location, ServerType};
+use svc_machine::name::{Location, ServerType};
 
 macro_rules! numeric_id {
     ($(#[$doc:meta])* $name:ident) => {

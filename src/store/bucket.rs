@@ -18,8 +18,8 @@ use super::credentials::is_withdrawn;
 use super::key::{LATEST, POINTER_LOG};
 use super::multipart::{OpenUpload, UploadsWithIds};
 use super::pointer;
-use crate::metrics::{STORE_CALLS, STORE_DURATION};
-use crate::untrusted_text::bounded;
+use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
+use svc_base::untrusted_text::bounded;
 
 /// An error of the store, by its meaning to the caller.
 #[derive(Debug, thiserror::Error)]
@@ -60,11 +60,11 @@ pub enum StoreError {
 
 impl StoreError {
     /// Bounds `why`, because the object may contain untrusted text of any length.
-    pub(crate) fn corrupt(key: &Path, why: &impl std::fmt::Display) -> Self {
+    pub fn corrupt(key: &Path, why: &impl std::fmt::Display) -> Self {
         Self::Corrupt { key: key.to_string(), why: bounded(&why.to_string()) }
     }
 
-    pub(crate) fn of(key: &Path, error: Error) -> Self {
+    pub fn of(key: &Path, error: Error) -> Self {
         let key = key.to_string();
         if is_withdrawn(&error) {
             return Self::Withdrawn { key };
@@ -398,11 +398,11 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
-    use crate::machine::epoch::Epoch;
-    use crate::machine::name::Slot;
-    use crate::store::key::SlotPrefix;
-    use crate::store::pointer::{Fenced, Pointer};
-    use crate::untrusted_text::MAX_CHARS;
+    use crate::key::SlotPrefix;
+    use crate::pointer::{Fenced, Pointer};
+    use svc_base::untrusted_text::MAX_CHARS;
+    use svc_machine::epoch::Epoch;
+    use svc_machine::name::Slot;
 
     #[test]
     fn unusable_pointer_is_recognised_by_its_error() {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bucket::{Bucket, StoreError};
 use super::key::{self, BUNDLE_FILE};
-use crate::machine::name::ImageVersion;
+use svc_machine::name::ImageVersion;
 
 pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequence_after};
 
@@ -72,9 +72,9 @@ pub struct Manifest {
     /// The oldest release that can be updated to this one; `None` for every release.
     #[serde(default)]
     pub min_version: Option<ImageVersion>,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub created_at: Timestamp,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub expires_at: Timestamp,
     /// The keys that hosts trust once they are healthy on this release; `None` for no change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -98,7 +98,7 @@ pub enum ManifestError {
     OtherFormat { found: u32 },
     #[error("the manifest is for version {found}, not for {expected}")]
     OtherVersion { expected: ImageVersion, found: ImageVersion },
-    #[error("the manifest expired at {}", crate::clock::rfc3339_ms(*.at))]
+    #[error("the manifest expired at {}", svc_base::clock::rfc3339_ms(*.at))]
     Expired { at: Timestamp },
     #[error(transparent)]
     KeySet(#[from] KeySetError),

@@ -16,8 +16,8 @@ use super::credentials::{CredentialSource, SourceAdapter};
 use super::local::LocalStore;
 use super::resign::Resigning;
 use super::write_once::WriteOnce;
-use crate::config::Env;
-use crate::http::client::{self, Deadlines};
+use svc_base::config::Env;
+use svc_http::client::{self, Deadlines};
 
 /// The location of objects: `s3://bucket`, or `file:///dir` for development.
 #[derive(Debug, Clone)]

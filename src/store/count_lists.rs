@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use http::{Method, StatusCode};
 use object_store::client::{HttpClient, HttpError, HttpRequest, HttpResponse, HttpService};
 
-use crate::metrics::{STORE_CALLS, STORE_DURATION};
+use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 
 const CALL: &str = "list";
 
@@ -48,7 +48,7 @@ fn outcome(status: Option<StatusCode>) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::write_once::tests::request;
+    use crate::write_once::tests::request;
 
     #[test]
     fn lists_keys_matches_only_listings() {

@@ -8,7 +8,7 @@ use super::key::{self, SlotPrefix};
 use super::meta::VpsMeta;
 use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
-use crate::machine::epoch::Epoch;
+use svc_machine::epoch::Epoch;
 
 /// Timeout of all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients wait longer.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -88,10 +88,10 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
-    use crate::machine::id::MachineId;
-    use crate::machine::name::Slot;
-    use crate::store::meta;
-    use crate::store::pointer::Fence;
+    use crate::meta;
+    use crate::pointer::Fence;
+    use svc_machine::id::MachineId;
+    use svc_machine::name::Slot;
 
     fn slot() -> SlotPrefix {
         SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
@@ -116,7 +116,7 @@ mod tests {
             image_version: "2026.11.1".parse().unwrap(),
             status: "running".to_owned(),
             public_ipv4: None,
-            heartbeat_at: crate::clock::now_ms(),
+            heartbeat_at: svc_base::clock::now_ms(),
             last_backup: None,
         }
     }

@@ -3,8 +3,8 @@
 use jiff::Timestamp;
 use object_store::path::Path;
 
-use crate::machine::epoch::Epoch;
-use crate::machine::name::{IdpUserId, ImageVersion, Slot};
+use svc_machine::epoch::Epoch;
+use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 
 /// The file name of a host bundle, in the store and in URLs.
 pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
@@ -140,7 +140,7 @@ pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
 
 /// The beginning of the names of snapshots taken at this time; names of later ones sort after it.
 pub fn snapshot_name_at(taken_at: Timestamp) -> String {
-    crate::clock::rfc3339_ms(taken_at).replace(':', "-")
+    svc_base::clock::rfc3339_ms(taken_at).replace(':', "-")
 }
 
 /// The time and epoch of a key that is exactly in the form of [`snapshot_key`].
@@ -222,8 +222,8 @@ mod tests {
         let entry = prefix.pointer_entry(42);
         assert_eq!(entry.as_ref(), "user_1/primary/system/db/pointer-log/0000000000000042.json");
         assert_eq!(entry_seq(&entry), Some(42));
-        let largest = prefix.pointer_entry(crate::store::pointer::MAX_SEQ);
-        assert_eq!(entry_seq(&largest), Some(crate::store::pointer::MAX_SEQ));
+        let largest = prefix.pointer_entry(crate::pointer::MAX_SEQ);
+        assert_eq!(entry_seq(&largest), Some(crate::pointer::MAX_SEQ));
         assert!(entry < largest);
         for other in ["1.json", "000000000000004x.json", "0000000000000042"] {
             assert_eq!(entry_seq(&prefix.pointer_log().join(other)), None, "{other}");

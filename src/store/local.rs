@@ -108,13 +108,13 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::machine::epoch::Epoch;
-    use crate::machine::id::MachineId;
-    use crate::machine::name::Slot;
-    use crate::store::key::SlotPrefix;
-    use crate::store::pointer::Fence;
-    use crate::store::pointer::tests::{side_record, snapshot};
-    use crate::store::{Bucket, pointer_io};
+    use crate::key::SlotPrefix;
+    use crate::pointer::Fence;
+    use crate::pointer::tests::{side_record, snapshot};
+    use crate::{Bucket, pointer_io};
+    use svc_machine::epoch::Epoch;
+    use svc_machine::id::MachineId;
+    use svc_machine::name::Slot;
 
     #[tokio::test(flavor = "multi_thread")]
     async fn concurrent_writers_never_lose_a_pointer_update() {
@@ -129,7 +129,7 @@ mod tests {
                 let (bucket, slot) = (open(), slot.clone());
                 tokio::spawn(async move {
                     let side = side_record(&snapshot(n, Epoch(1)));
-                    let recorded = crate::store::snapshot::record(&bucket, &slot, &side, None).await.unwrap();
+                    let recorded = crate::snapshot::record(&bucket, &slot, &side, None).await.unwrap();
                     pointer_io::advance(&bucket, &slot, &recorded).await
                 })
             })

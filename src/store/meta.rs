@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::SlotPrefix;
 use super::pointer::Fenced;
-use crate::clock;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
-use crate::machine::name::{IdpUserId, ImageVersion, Slot};
+use svc_base::clock;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 
 pub const FORMAT: u32 = 1;
 

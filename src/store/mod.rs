@@ -22,6 +22,7 @@ pub mod pointer_io;
 mod pointer_log;
 pub mod pointer_repair;
 pub mod policy;
+pub mod problem;
 pub mod protection;
 mod resign;
 pub mod role_facts;

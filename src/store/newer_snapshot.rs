@@ -9,8 +9,8 @@ use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::snapshot::{self, SideRecord, SnapshotUnusable};
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
 
 /// Maximum names to list after the latest snapshot's, and maximum records to read, from the newest on.
 const MAX_NAMES: usize = 2000;

@@ -124,7 +124,7 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
-    use crate::store::lenient::{Ignored, Lenient};
+    use crate::lenient::{Ignored, Lenient};
 
     const DEADLINE: Duration = Duration::from_secs(10);
 

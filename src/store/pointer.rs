@@ -6,9 +6,9 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
+use svc_base::clock;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
 /// Maximum `seq`: the largest integer that every JSON parser represents exactly.
@@ -224,9 +224,9 @@ pub(crate) mod tests {
         }
     }
 
-    pub(crate) fn side_record(of: &SnapshotRef) -> crate::store::snapshot::SideRecord {
-        crate::store::snapshot::SideRecord {
-            version: crate::store::snapshot::FORMAT,
+    pub(crate) fn side_record(of: &SnapshotRef) -> crate::snapshot::SideRecord {
+        crate::snapshot::SideRecord {
+            version: crate::snapshot::FORMAT,
             key: of.key.clone(),
             size_bytes: of.size_bytes,
             sha256: of.sha256.clone(),

@@ -15,7 +15,7 @@ use super::key::SlotPrefix;
 use super::pointer::{self, Fence, Fenced, Pointer};
 use super::pointer_log::newest_entry;
 use super::snapshot::Recorded;
-use crate::machine::epoch::MAX_EPOCH;
+use svc_machine::epoch::MAX_EPOCH;
 
 /// Maximum attempts of a write with concurrent writers.
 const MAX_ATTEMPTS: u32 = 16;

@@ -141,8 +141,8 @@ mod tests {
     use object_store::path::Path;
 
     use super::*;
-    use crate::machine::name::Slot;
-    use crate::store::lenient::{Ignored, Lenient};
+    use crate::lenient::{Ignored, Lenient};
+    use svc_machine::name::Slot;
 
     struct Log {
         store: Arc<Lenient>,

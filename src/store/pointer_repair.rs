@@ -12,8 +12,8 @@ use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use super::snapshot::{self, SideRecord, SnapshotUnusable};
 use super::{epochs, pointer_io, pointer_log, snapshots};
-use crate::clock;
-use crate::machine::epoch::Epoch;
+use svc_base::clock;
+use svc_machine::epoch::Epoch;
 
 /// Maximum bytes of an unreadable pointer to keep.
 const MAX_KEPT_BYTES: u64 = 8 << 10;
@@ -373,9 +373,9 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::machine::id::MachineId;
-    use crate::machine::name::Slot;
-    use crate::store::pointer::tests::side_record;
+    use crate::pointer::tests::side_record;
+    use svc_machine::id::MachineId;
+    use svc_machine::name::Slot;
 
     const TIME: &str = "2026-11-24T03-04-05.678Z";
 
@@ -397,7 +397,7 @@ mod tests {
         let named = SnapshotRef {
             key: key::snapshot_key(taken_at, Epoch(1)),
             taken_at,
-            ..crate::store::pointer::tests::snapshot(1, Epoch(1))
+            ..crate::pointer::tests::snapshot(1, Epoch(1))
         };
         bucket.put(&slot().snapshot(&named.key).unwrap(), "d").await.unwrap();
         pointer_io::fence(&bucket, &slot(), &record().holder.unwrap()).await.unwrap();

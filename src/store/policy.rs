@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 
 use super::key::{SlotPrefix, snapshot_name_at};
-use crate::machine::epoch::Epoch;
+use svc_machine::epoch::Epoch;
 
 /// Maximum difference between a host's clock and the platform's. Stores refuse requests with a larger skew.
 const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_mins(15);
@@ -157,7 +157,7 @@ fn document(statements: &[Value]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::name::Slot;
+    use svc_machine::name::Slot;
 
     #[test]
     fn slot_policy_allows_one_slot_and_no_delete() {
@@ -215,7 +215,7 @@ mod tests {
     #[test]
     fn names_with_wildcards_are_refused() {
         for special in ["a*", "a?", "${aws:userid}"] {
-            assert!(special.parse::<crate::machine::name::IdpUserId>().is_err(), "{special}");
+            assert!(special.parse::<svc_machine::name::IdpUserId>().is_err(), "{special}");
         }
     }
 }

@@ -7,7 +7,7 @@ use object_store::aws::AwsAuthorizer;
 use object_store::client::{HttpClient, HttpRequest};
 
 use super::config::S3Config;
-use crate::http::client::{self, Deadlines};
+use svc_http::client::{self, Deadlines};
 
 /// The state of one setting of the bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +80,7 @@ async fn request_setting(
         .try_authorize(&mut request, None)
         .map_err(ProtectionError::Sign)?;
     let silent =
-        |error: object_store::client::HttpError| ProtectionError::Silent(crate::http::problem::chain(&error));
+        |error: object_store::client::HttpError| ProtectionError::Silent(svc_http::problem::chain(&error));
     let answer = wire.execute(request).await.map_err(silent)?;
     let status = answer.status();
     let body = answer.into_body().bytes().await.map_err(silent)?;

@@ -14,10 +14,10 @@ use super::pointer::SnapshotRef;
 use super::pointer_io;
 use super::role_facts::RoleFacts;
 use super::{bounded_list, bundle};
-use crate::clock;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
-use crate::untrusted_text::bounded;
+use svc_base::clock;
+use svc_base::untrusted_text::bounded;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
 /// Maximum roles in a record. Each takes far more memory than space in the object.

@@ -13,10 +13,10 @@ use serde::Deserialize;
 use super::bucket::{Bucket, StoreError};
 use super::bundle;
 use super::key::{self, SlotPrefix};
-use crate::clock;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
-use crate::untrusted_text::bounded;
+use svc_base::clock;
+use svc_base::untrusted_text::bounded;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
 
 /// Concurrent reads of side records, of at most 1 MiB each.
 const MAX_CONCURRENT_READS: usize = 4;
@@ -251,9 +251,9 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::machine::name::Slot;
-    use crate::store::lenient::{Ignored, Lenient};
-    use crate::store::snapshot;
+    use crate::lenient::{Ignored, Lenient};
+    use crate::snapshot;
+    use svc_machine::name::Slot;
 
     const TOTAL: i64 = 2000;
 

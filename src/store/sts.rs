@@ -14,7 +14,7 @@ use serde::Deserialize;
 use url::Url;
 
 use super::credentials::TemporaryCredentials;
-use crate::http::client::{self, Deadlines};
+use svc_http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
 const MAX_ATTEMPTS: u32 = 3;
@@ -122,7 +122,7 @@ impl Sts {
             .try_authorize(&mut request, None)
             .map_err(StsError::Sign)?;
         let silent =
-            |error: object_store::client::HttpError| StsError::Silent(crate::http::problem::chain(&error));
+            |error: object_store::client::HttpError| StsError::Silent(svc_http::problem::chain(&error));
         let response = self.wire.execute(request).await.map_err(silent)?;
         let status = response.status();
         let body = response.into_body().bytes().await.map_err(silent)?;

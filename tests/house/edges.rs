@@ -36,32 +36,42 @@ const APPLETS: [&[&str]; 12] = [
 /// Modules that the updater shares with the programs that request an update or report its progress.
 const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 
+/// The packages of the product, each with those that it may depend on.
+const PACKAGES: [(&str, &[&str]); 8] = [
+    ("base", &["machine"]),
+    ("ctl", &["base", "http", "machine", "store"]),
+    ("host", &["base", "http", "machine", "store"]),
+    ("http", &["base", "machine"]),
+    ("machine", &[]),
+    ("platform", &["base", "http", "machine", "provider", "store"]),
+    ("provider", &["base", "http", "machine"]),
+    ("store", &["base", "http", "machine"]),
+];
+
+/// Dependencies between packages that [`PACKAGES`] does not allow. The compiler rejects imports without a dependency.
+pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
+    let mut found = Vec::new();
+    for file in files {
+        let package = file.path.strip_prefix("src/").and_then(|path| path.strip_suffix("/Cargo.toml"));
+        let Some(package) = package else { continue };
+        let Some((_, allowed)) = PACKAGES.iter().find(|(name, _)| *name == package) else {
+            found.push(at(&file.path, 1, "the package has no line in the table of packages"));
+            continue;
+        };
+        for (number, line) in file.text.lines().enumerate() {
+            let dependency = line.split(['.', ' ', '=']).next().and_then(|key| key.strip_prefix("svc-"));
+            if let Some(dependency) = dependency.filter(|name| !allowed.contains(name)) {
+                found.push(at(&file.path, number + 1, format!("{package} must not depend on {dependency}")));
+            }
+        }
+    }
+    found
+}
+
 /// The reason why an import is forbidden, if it is.
 fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
-    let place = |path: &[String], depth: usize| path.get(depth).cloned().unwrap_or_default();
-    let (here, there) = (place(from, 0), place(to, 0));
-    // The crate root declares every module and wires the table of applets.
-    if here.is_empty() || there.is_empty() {
-        return None;
-    }
-    let same = here == there;
-    match (here.as_str(), there.as_str()) {
-        ("machine", _) if !same => Some("machine imports no other module of the crate"),
-        ("host", "host") => host(&from[1..], &to[1..]),
-        (_, "host" | "platform" | "ctl") if same => None,
-        ("host", "platform") | ("platform", "host") => Some("host and platform never import each other"),
-        ("ctl", "host" | "platform") => Some("svcctl reaches the platform only through its API"),
-        (_, "host" | "platform" | "ctl") => Some("nothing below the applets imports them"),
-        ("provider" | "store" | "http", "applet") => Some("nothing below the applets imports their table"),
-        ("provider" | "http", "store") | ("store" | "http", "provider") => Some(
-            "provider, store and http import machine and the small shared modules (provider and store: http too)",
-        ),
-        ("host" | "platform" | "ctl" | "provider" | "store" | "http", _) => None,
-        (_, "provider" | "store" | "http") => {
-            Some("the small shared modules import only each other and machine")
-        }
-        _ => None,
-    }
+    let is_host = |path: &[String]| path.first().is_some_and(|folder| folder == "host");
+    if is_host(from) && is_host(to) { host(&from[1..], &to[1..]) } else { None }
 }
 
 fn host(from: &[String], to: &[String]) -> Option<&'static str> {
@@ -108,27 +118,14 @@ mod tests {
     #[test]
     fn forbidden_import_is_detected() {
         for (path, text) in [
-            ("src/machine/state.rs", "use crate::clock;"),
-            ("src/machine/state.rs", "fn f() { super::super::clock::now() }"),
-            ("src/store/key.rs", "use crate::provider::Provider;"),
-            ("src/http/tls.rs", "use crate::store;"),
-            ("src/http/tls.rs", "use crate::{clock, host::system};"),
-            ("src/provider/mod.rs", "use crate::applet::Exit;"),
-            ("src/provider/mod.rs", "use crate::platform::db;"),
-            ("src/host/gateway/mod.rs", "use crate::platform::api::Record;"),
-            ("src/platform/api/mod.rs", "use crate::{machine, host::{system, update}};"),
-            ("src/host/gateway/mod.rs", "use crate::host::snapshots::backup::dump;"),
+            ("src/host/snapshots/mod.rs", "use crate::gateway::state;"),
+            ("src/host/gateway/mod.rs", "use crate::snapshots::backup::dump;"),
             ("src/host/gateway/apps/mod.rs", "use super::super::snapshots::restore::Gate;"),
             ("src/host/snapshots/backup/mod.rs", "use super::restore::gate;"),
-            ("src/host/snapshots/mod.rs", "use crate::host::gateway::state;"),
-            ("src/host/link/sync/mod.rs", "use crate::host::update::journal;"),
-            ("src/host/link/sync/mod.rs", "use crate::host::{agents, system};"),
-            ("src/host/system/layout.rs", "use crate::host::gateway::state;"),
-            ("src/host/new_room/mod.rs", "use crate::host::system::layout;"),
-            ("src/ctl/mod.rs", "use crate::platform::config;"),
-            ("src/ctl/mod.rs", "use crate::host;"),
-            ("src/clock.rs", "use crate::http::client;"),
-            ("src/config.rs", "use crate::platform;"),
+            ("src/host/link/sync/mod.rs", "use crate::update::journal;"),
+            ("src/host/link/sync/mod.rs", "use crate::{agents, system};"),
+            ("src/host/system/layout.rs", "fn f() { crate::gateway::state::new() }"),
+            ("src/host/new_room/mod.rs", "use crate::system::layout;"),
         ] {
             assert!(is_broken(path, text), "{path}: {text}");
         }
@@ -137,27 +134,33 @@ mod tests {
     #[test]
     fn allowed_import_passes() {
         for (path, text) in [
-            ("src/main.rs", "use svc::host; use crate::platform;"),
-            ("src/lib.rs", "pub mod host; pub use crate::host::system::layout;"),
-            ("src/machine/transition.rs", "use super::event::Event; use crate::machine::state;"),
-            ("src/machine/model/action.rs", "use super::super::epoch; use crate::machine::epoch;"),
-            ("src/store/bucket.rs", "use crate::{clock, http::client, machine::id};"),
-            ("src/provider/hetzner/call.rs", "use crate::http::client;"),
-            ("src/platform/mod.rs", "use crate::{applet, http, machine, provider, store};"),
+            ("src/main.rs", "use svc::host;"),
+            ("src/platform/mod.rs", "use crate::api; use svc_http::server;"),
             (
                 "src/host/gateway/mod.rs",
-                "use super::system::layout::Layout; use crate::host::{agents::dispatch, gateway::auth};",
+                "use super::system::layout::Layout; use crate::{agents::dispatch, gateway::auth};",
             ),
-            ("src/host/link/sync/mod.rs", "use crate::host::update::protocol::UpdateRequest;"),
+            ("src/host/link/sync/mod.rs", "use crate::update::protocol::UpdateRequest;"),
             ("src/host/snapshots/mod.rs", "pub mod backup; pub use self::backup::job;"),
             ("src/host/snapshots/restore/mod.rs", "use super::staging::load;"),
             (
                 "src/host/snapshots/backup/mod.rs",
-                "// use crate::platform;\nconst A: &str = \"crate::platform\";",
+                "// use crate::gateway;\nconst A: &str = \"crate::gateway\";",
             ),
             ("src/host/mod.rs", "pub mod snapshots; pub mod gateway;"),
         ] {
             assert!(!is_broken(path, text), "{path}: {text}");
         }
+    }
+
+    #[test]
+    fn forbidden_dependency_is_detected() {
+        let found = |path: &str, text: &str| forbidden_dependencies(&[File::sample(path, text)]).len();
+        assert_eq!(found("src/host/Cargo.toml", "svc-platform.workspace = true"), 1);
+        assert_eq!(found("src/platform/Cargo.toml", "svc-host = { path = \"../host\" }"), 1);
+        assert_eq!(found("src/machine/Cargo.toml", "svc-base.workspace = true"), 1);
+        assert_eq!(found("src/new/Cargo.toml", ""), 1);
+        assert_eq!(found("src/host/Cargo.toml", "name = \"svc-host\"\nsvc-http.workspace = true"), 0);
+        assert_eq!(found("Cargo.toml", "svc-host.workspace = true"), 0);
     }
 }

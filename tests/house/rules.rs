@@ -83,9 +83,10 @@ pub fn links_to_the_product(file: &File) -> Vec<String> {
     if !matches!(file.path.as_str(), "xtask/Cargo.toml" | "tests/kit/Cargo.toml") {
         return Vec::new();
     }
+    let is_product = |key: &str| key == "svc" || key.starts_with("svc-");
     let names_it = |line: &str| {
         let key = line.split(['=', '.']).next().unwrap_or_default().trim().trim_matches('"');
-        key == "svc" || key.ends_with("dependencies.svc]") || line.contains("package = \"svc\"")
+        is_product(key) || key.ends_with("dependencies.svc]") || line.contains("package = \"svc")
     };
     let header = |line: &str| line.trim_start().starts_with('[') && line.contains("dependencies.svc]");
     let lines = file.text.lines().enumerate();
@@ -114,7 +115,7 @@ const TOP: [&str; 15] = [
     "tests",
     "xtask",
 ];
-const SOURCES: [&str; 7] = ["ctl", "host", "http", "machine", "platform", "provider", "store"];
+const SOURCES: [&str; 8] = ["base", "ctl", "host", "http", "machine", "platform", "provider", "store"];
 
 pub fn unplanned_folders(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
@@ -203,6 +204,7 @@ mod tests {
         for bad in [
             "svc = { path = \"..\" }",
             "svc.workspace = true",
+            "svc-host.workspace = true",
             "[dependencies.svc]",
             "[dev-dependencies.svc]",
             "product = { path = \"..\", package = \"svc\" }",
@@ -210,7 +212,7 @@ mod tests {
             assert_eq!(links_to_the_product(&File::sample("xtask/Cargo.toml", bad)).len(), 1, "{bad}");
         }
         assert!(links_to_the_product(&File::sample("Cargo.toml", "name = \"svc\"")).is_empty());
-        let good = "kit = { path = \"../tests/kit\" }\nsvc-bench = \"1\"";
+        let good = "kit = { path = \"../tests/kit\" }\nbench = \"1\"";
         assert!(links_to_the_product(&File::sample("xtask/Cargo.toml", good)).is_empty());
     }
 

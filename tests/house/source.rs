@@ -227,7 +227,11 @@ pub fn named(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
             "crate" | "super" if matches(tokens, at + 1, &["::"]) && !follows_path(tokens, at) => {
                 let here: Vec<String> =
                     module.iter().cloned().chain(inline.iter().map(|(_, name)| name.clone())).collect();
-                let mut prefix = if token.text == "crate" { Vec::new() } else { parent(&here) };
+                let mut prefix = match token.text.as_str() {
+                    // Each folder below `src` is a package, so `crate` means the first name of the module.
+                    "crate" => here.iter().take(1).cloned().collect(),
+                    _ => parent(&here),
+                };
                 let mut next = at + 2;
                 while matches(tokens, next, &["super", "::"]) {
                     prefix = parent(&prefix);
@@ -303,7 +307,7 @@ mod tests {
                 &["a", "b"],
                 "use crate::{c::{self, D as X,}, e as y};\nuse super::f;\nfn g(_: &crate::h::I) {}"
             ),
-            ["c", "c::D", "e", "a::f", "h::I"]
+            ["a::c", "a::c::D", "a::e", "a::f", "a::h::I"]
         );
         assert_eq!(paths(&["a", "b"], "use super::super::c::*;"), ["c"]);
         assert_eq!(
@@ -312,7 +316,7 @@ mod tests {
         );
         assert_eq!(
             paths(&["a"], "pub(crate) fn x() { $crate::b!(); let s = S { t: crate::u { v } }; }"),
-            ["b", "u"]
+            ["a::b", "a::u"]
         );
     }
 

@@ -1,8 +1,11 @@
 #!/bin/sh
-# Compiles the workspace's own crates for `cargo xtask fuzz`: only `svc` gets libFuzzer's counters and traces of
+# Compiles the workspace's own crates for `cargo xtask fuzz`: only the product gets libFuzzer's counters and traces of
 # comparisons. They need no nightly compiler, and all other crates stay identical to those of every other build.
 case " $* " in
-*" --crate-name svc "*)
+*" --crate-name svc_libfuzzer "*)
+    exec "$@"
+    ;;
+*" --crate-name svc "* | *" --crate-name svc_"*)
     exec "$@" -Copt-level=1 -Cpasses=sancov-module \
         -Cllvm-args=-sanitizer-coverage-level=4 \
         -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \

@@ -29,14 +29,18 @@ const REST_CHECKS: [Check; 5] = [
     ("advisories", advisories),
 ];
 
-/// Checks the package of the product only, so that neither the kit nor the integration tests are compiled.
+/// Selects the packages that make up the product.
+const PRODUCT: &[&str] =
+    &["--workspace", "--exclude", "kit", "--exclude", "xtask", "--exclude", "svc-libfuzzer"];
+
+/// Checks the packages of the product only, so that neither the tools nor the integration tests are compiled.
 const QUICK_CHECKS: [Check; 4] = [
     FORMAT,
     ("clippy", || {
-        run_cargo(&["clippy", "--package", "svc", "--lib", "--bins", "--quiet", "--", "-D", "warnings"])
+        run_cargo(&[&["clippy"], PRODUCT, &["--lib", "--bins", "--quiet", "--", "-D", "warnings"]].concat())
     }),
-    ("unit tests", || tests(&["--lib"])),
-    ("house", || tests(&["--test", "house"])),
+    ("unit tests", || tests(&[PRODUCT, &["--lib"]].concat())),
+    ("house", || tests(&["--package", "svc", "--test", "house"])),
 ];
 
 pub fn rest() -> Result<ExitCode> {
@@ -47,12 +51,12 @@ pub fn check() -> Result<ExitCode> {
     run("check", &QUICK_CHECKS)
 }
 
-/// Runs tests of the package `svc`, with nextest where it is installed.
+/// Runs tests with nextest where it is installed.
 fn tests(which: &[&str]) -> Result<Outcome> {
     let runner: &[&str] = if cargo::has("nextest") { &["nextest", "run"] } else { &["test"] };
     let quiet: &[&str] =
         if cargo::has("nextest") { &["--status-level", "fail", "--cargo-quiet"] } else { &["--quiet"] };
-    run_cargo(&[runner, &["--package", "svc"], which, quiet].concat())
+    run_cargo(&[runner, which, quiet].concat())
 }
 
 fn run(command: &str, checks: &[Check]) -> Result<ExitCode> {

@@ -3,8 +3,8 @@
 use clap::{Args as ClapArgs, Subcommand};
 
 use super::Wait;
-use crate::machine::id::RolloutId;
-use crate::machine::name::{Handle, ImageVersion};
+use svc_machine::id::RolloutId;
+use svc_machine::name::{Handle, ImageVersion};
 
 #[derive(Debug, Subcommand)]
 pub enum DeployCommand {

@@ -6,9 +6,9 @@ use std::str::FromStr;
 use clap::{Args as ClapArgs, Subcommand};
 
 use super::Wait;
-use crate::machine::id::MachineId;
-use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
-use crate::machine::state::Status;
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::state::Status;
 
 /// A machine, as an operator names it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -30,7 +30,7 @@ pub use self::noun::{
 pub use self::operation::{Operation, OperationCommand};
 pub use self::operator::{Audit, OperatorCommand, TokenOptions};
 pub use self::usage::Usage;
-use crate::applet;
+use svc_base::applet;
 
 /// Default of `--wait`: longer than a registration token lives.
 const WAIT_SECONDS: &str = "2400";
@@ -70,7 +70,7 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1";
 #[derive(Debug, Parser)]
 #[command(
     name = "svcctl",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Operates the platform: slots, machines, recovery, backups, bundles",
     after_help = ENVIRONMENT,
     max_term_width = 110
@@ -248,7 +248,7 @@ mod tests {
     use clap::CommandFactory;
 
     use super::*;
-    use crate::machine::id::MachineId;
+    use svc_machine::id::MachineId;
 
     #[test]
     fn command_line_is_well_formed() {

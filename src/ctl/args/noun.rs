@@ -7,9 +7,9 @@ use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
 
 use super::{Target, Wait};
-use crate::machine::name::{IdpUserId, ImageVersion, Slot};
-use crate::machine::plan::Plan;
-use crate::store::key::SnapshotKey;
+use svc_machine::name::{IdpUserId, ImageVersion, Slot};
+use svc_machine::plan::Plan;
+use svc_store::key::SnapshotKey;
 
 fn plans() -> String {
     let one = |plan: Plan| format!("{plan} ({})", plan.server_types().join(", "));

@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 
 use super::Wait;
-use crate::machine::id::OperationId;
+use svc_machine::id::OperationId;
 
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]

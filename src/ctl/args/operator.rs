@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use jiff::{Span, SpanRelativeTo, Timestamp, Unit};
 
-use crate::machine::id::AuditId;
-use crate::machine::name::OperatorName;
+use svc_machine::id::AuditId;
+use svc_machine::name::OperatorName;
 
 const SCOPES: [&str; 5] = ["read", "operate", "billing", "metrics", "admin"];
 
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn scopes_match_the_platform() {
-        let known = crate::http::openapi::one_of(&SCOPES)["enum"].clone();
+        let known = svc_http::openapi::one_of(&SCOPES)["enum"].clone();
         let document = include_str!("../../platform/operators.rs");
         for scope in known.as_array().unwrap() {
             assert!(document.contains(&format!("=> {scope},")), "{scope}");

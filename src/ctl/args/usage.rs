@@ -4,7 +4,7 @@ use clap::Args;
 use jiff::civil::Date;
 
 use super::Target;
-use crate::http::usage::GroupBy;
+use svc_http::usage::GroupBy;
 
 #[derive(Debug, Args)]
 pub struct Usage {

@@ -9,13 +9,13 @@ use jiff::Timestamp;
 use object_store::path::Path;
 
 use super::{PublishError, Updates};
-use crate::clock::rfc3339_ms;
-use crate::machine::name::ImageVersion;
-use crate::store::bucket::{Bucket, Condition, StoreError, Versioned};
-use crate::store::bundle::{
+use svc_base::clock::rfc3339_ms;
+use svc_machine::name::ImageVersion;
+use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
+use svc_store::bundle::{
     self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
 };
-use crate::store::key::{self, BUNDLE_FILE};
+use svc_store::key::{self, BUNDLE_FILE};
 
 const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";

@@ -1,8 +1,8 @@
 //! Checks that hosts accept a release's keys before it is published, because a version is published only once.
 
 use super::PublishError;
-use crate::config::Env;
-use crate::store::bundle::{KeySet, max_sequence_after};
+use svc_base::config::Env;
+use svc_store::bundle::{KeySet, max_sequence_after};
 
 /// The configured sequence of the keys that hosts trust.
 pub fn configured_sequence() -> u32 {

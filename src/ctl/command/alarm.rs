@@ -3,12 +3,12 @@
 use http::Method;
 use serde_json::json;
 
-use crate::applet::Failure;
-use crate::ctl::api::ApiClient;
-use crate::ctl::args::AlarmCommand;
-use crate::ctl::confirm;
-use crate::ctl::out::Out;
-use crate::ctl::show::fleet::{Alarm, Fleet, released};
+use crate::api::ApiClient;
+use crate::args::AlarmCommand;
+use crate::confirm;
+use crate::out::Out;
+use crate::show::fleet::{Alarm, Fleet, released};
+use svc_base::applet::Failure;
 
 /// Informational alarms: the platform refuses to release them, so there is nothing to confirm.
 const INFORMATIONAL: [&str; 7] = [

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 
-use crate::applet::Failure;
-use crate::clock::rfc3339_ms;
-use crate::ctl::api::{ApiClient, CallError};
-use crate::ctl::args::Audit as Args;
-use crate::ctl::out::{Out, print};
-use crate::ctl::show::View;
-use crate::ctl::show::audit::{self, Entry, Page};
+use crate::api::{ApiClient, CallError};
+use crate::args::Audit as Args;
+use crate::out::{Out, print};
+use crate::show::View;
+use crate::show::audit::{self, Entry, Page};
+use svc_base::applet::Failure;
+use svc_base::clock::rfc3339_ms;
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
 /// Maximum delay of an entry: it has the start time of its transaction and appears at its end, possibly after later

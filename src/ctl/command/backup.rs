@@ -11,19 +11,19 @@ use serde_json::{Value, json};
 use super::dump;
 use super::kept::kept_of;
 use super::machine::{active_id, find};
-use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiClient, ApiResponse};
-use crate::ctl::args::{BackupCommand, Target};
-use crate::ctl::confirm;
-use crate::ctl::interrupt;
-use crate::ctl::out::{Out, print};
-use crate::ctl::progress::Progress;
-use crate::ctl::show::backup::{Backup, Backups, list, one};
-use crate::ctl::show::machine::Machine;
-use crate::ctl::show::operation::{HELD_BACK, Operation};
-use crate::ctl::show::{View, compact};
-use crate::ctl::wait::{self, PollTimer};
-use crate::untrusted_text::one_line;
+use crate::api::{ApiClient, ApiResponse};
+use crate::args::{BackupCommand, Target};
+use crate::confirm;
+use crate::interrupt;
+use crate::out::{Out, print};
+use crate::progress::Progress;
+use crate::show::backup::{Backup, Backups, list, one};
+use crate::show::machine::Machine;
+use crate::show::operation::{HELD_BACK, Operation};
+use crate::show::{View, compact};
+use crate::wait::{self, PollTimer};
+use svc_base::applet::{Exit, Failure};
+use svc_base::untrusted_text::one_line;
 
 pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(), Failure> {
     match command {

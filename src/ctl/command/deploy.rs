@@ -7,15 +7,15 @@ use anyhow::anyhow;
 use http::Method;
 use serde_json::{Value, json};
 
-use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiClient, ApiResponse, CallError};
-use crate::ctl::args::{DeployCommand, RolloutTarget, Start, Wait};
-use crate::ctl::confirm;
-use crate::ctl::interrupt;
-use crate::ctl::out::Out;
-use crate::ctl::progress::Progress;
-use crate::ctl::show::deploy::{Rollout, Rollouts, list, show};
-use crate::ctl::wait::PollTimer;
+use crate::api::{ApiClient, ApiResponse, CallError};
+use crate::args::{DeployCommand, RolloutTarget, Start, Wait};
+use crate::confirm;
+use crate::interrupt;
+use crate::out::Out;
+use crate::progress::Progress;
+use crate::show::deploy::{Rollout, Rollouts, list, show};
+use crate::wait::PollTimer;
+use svc_base::applet::{Exit, Failure};
 
 pub async fn run(api: &ApiClient, command: DeployCommand, out: &Out) -> Result<(), Failure> {
     match command {

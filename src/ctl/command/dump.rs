@@ -8,14 +8,14 @@ use anyhow::anyhow;
 use futures_util::StreamExt;
 use sha2::{Digest, Sha256};
 
-use crate::applet::{Exit, Failure, OrExit};
-use crate::ctl::api::{ApiClient, CallError};
-use crate::ctl::progress::Progress;
-use crate::ctl::show::backup::{Backup, Backups};
-use crate::ctl::show::size;
-use crate::fsx::FileError;
-use crate::partial::Partial;
-use crate::store::key::SnapshotCursor;
+use crate::api::{ApiClient, CallError};
+use crate::progress::Progress;
+use crate::show::backup::{Backup, Backups};
+use crate::show::size;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::fsx::FileError;
+use svc_base::partial::Partial;
+use svc_store::key::SnapshotCursor;
 
 /// Maximum attempts without a new byte.
 const MAX_ATTEMPTS: u32 = 6;

@@ -8,15 +8,15 @@ use serde_json::json;
 
 use super::machine::{active_id, finish};
 use super::risk;
-use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiClient, ApiResponse};
-use crate::ctl::args::{Discard, Resume, Target, Undelete};
-use crate::ctl::confirm;
-use crate::ctl::out::Out;
-use crate::ctl::show::View;
-use crate::ctl::show::copies::KeptServer;
-use crate::ctl::show::machine::{self as shown, Discarded, Machine, Machines};
-use crate::ctl::wait::{self, PollTimer};
+use crate::api::{ApiClient, ApiResponse};
+use crate::args::{Discard, Resume, Target, Undelete};
+use crate::confirm;
+use crate::out::Out;
+use crate::show::View;
+use crate::show::copies::KeptServer;
+use crate::show::machine::{self as shown, Discarded, Machine, Machines};
+use crate::wait::{self, PollTimer};
+use svc_base::applet::{Exit, Failure};
 
 /// Maximum wait for the id of a removal.
 const FILING_TIMEOUT: Duration = Duration::from_secs(5);

@@ -7,16 +7,16 @@ use http::Method;
 use serde_json::{Map, Value, json};
 
 use super::risk;
-use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiClient, ApiResponse};
-use crate::ctl::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
-use crate::ctl::out::Out;
-use crate::ctl::show::View;
-use crate::ctl::show::machine::{self as shown, Accepted, Machine, Machines};
-use crate::ctl::show::token::Requested;
-use crate::ctl::wait::Goal;
-use crate::ctl::{confirm, wait};
-use crate::machine::name::{IdpUserId, Location, Slot};
+use crate::api::{ApiClient, ApiResponse};
+use crate::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
+use crate::out::Out;
+use crate::show::View;
+use crate::show::machine::{self as shown, Accepted, Machine, Machines};
+use crate::show::token::Requested;
+use crate::wait::Goal;
+use crate::{confirm, wait};
+use svc_base::applet::{Exit, Failure};
+use svc_machine::name::{IdpUserId, Location, Slot};
 
 pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
     if let Some(what) = risk::provision_risk(&args)

@@ -29,10 +29,10 @@ use super::local::LocalChecks;
 use super::out::{Out, print};
 use super::show::{self, View};
 use super::{bundle, doctor, rollout};
-use crate::applet::{Exit, Failure, OrExit};
-use crate::config::Env;
-use crate::store::bucket::Bucket;
-use crate::store::config::StoreConfig;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::config::Env;
+use svc_store::bucket::Bucket;
+use svc_store::config::StoreConfig;
 
 pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
     let out = Out { json: args.global.json };

@@ -6,14 +6,14 @@ use anyhow::anyhow;
 use http::Method;
 use serde_json::json;
 
-use crate::applet::{Exit, Failure};
-use crate::ctl::api::ApiClient;
-use crate::ctl::args::{Operation as Args, OperationCommand, Wait};
-use crate::ctl::out::Out;
-use crate::ctl::show::machine::{self as shown, Machine};
-use crate::ctl::show::operation::{self, Operation};
-use crate::ctl::wait::{self, Goal};
-use crate::machine::id::OperationId;
+use crate::api::ApiClient;
+use crate::args::{Operation as Args, OperationCommand, Wait};
+use crate::out::Out;
+use crate::show::machine::{self as shown, Machine};
+use crate::show::operation::{self, Operation};
+use crate::wait::{self, Goal};
+use svc_base::applet::{Exit, Failure};
+use svc_machine::id::OperationId;
 
 pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
     match (args.command, args.operation) {

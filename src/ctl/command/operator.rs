@@ -6,14 +6,14 @@ use anyhow::{Context, anyhow, ensure};
 use http::Method;
 use serde_json::{Value, json};
 
-use crate::applet::{Exit, Failure, OrExit};
-use crate::ctl::api::{ApiClient, ApiResponse};
-use crate::ctl::args::{OperatorCommand, TokenOptions};
-use crate::ctl::confirm;
-use crate::ctl::out::{Out, print};
-use crate::ctl::show::View;
-use crate::ctl::show::operator::{self, IssuedToken, Operator, Operators, WhoAmI};
-use crate::fsx;
+use crate::api::{ApiClient, ApiResponse};
+use crate::args::{OperatorCommand, TokenOptions};
+use crate::confirm;
+use crate::out::{Out, print};
+use crate::show::View;
+use crate::show::operator::{self, IssuedToken, Operator, Operators, WhoAmI};
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::fsx;
 
 pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result<(), Failure> {
     match command {

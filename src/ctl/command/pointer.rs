@@ -3,14 +3,14 @@
 use http::Method;
 use serde_json::json;
 
-use crate::applet::Failure;
-use crate::ctl::api::{ApiClient, ApiResponse};
-use crate::ctl::args::{PointerCommand, SlotTarget};
-use crate::ctl::confirm;
-use crate::ctl::out::Out;
-use crate::ctl::show::View;
-use crate::ctl::show::pointer::{Inspection, Rebuilt, inspection, rebuilt};
-use crate::store::key::SnapshotKey;
+use crate::api::{ApiClient, ApiResponse};
+use crate::args::{PointerCommand, SlotTarget};
+use crate::confirm;
+use crate::out::Out;
+use crate::show::View;
+use crate::show::pointer::{Inspection, Rebuilt, inspection, rebuilt};
+use svc_base::applet::Failure;
+use svc_store::key::SnapshotKey;
 
 pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<(), Failure> {
     match command {

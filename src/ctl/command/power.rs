@@ -5,13 +5,13 @@ use serde_json::json;
 
 use super::machine::{find, finish};
 use super::risk;
-use crate::applet::Failure;
-use crate::ctl::api::ApiClient;
-use crate::ctl::args::{PowerCommand, Target, Wait};
-use crate::ctl::confirm;
-use crate::ctl::out::Out;
-use crate::ctl::show::View;
-use crate::ctl::show::machine as shown;
+use crate::api::ApiClient;
+use crate::args::{PowerCommand, Target, Wait};
+use crate::confirm;
+use crate::out::Out;
+use crate::show::View;
+use crate::show::machine as shown;
+use svc_base::applet::Failure;
 
 pub async fn run(api: &ApiClient, command: PowerCommand, out: &Out) -> Result<(), Failure> {
     match command {

@@ -1,8 +1,8 @@
 //! The risks of commands, for their prompts: which copies of the data exist during and after the command.
 
-use crate::ctl::args::{Delete, Discard, Fail, Provision, Recover, Target};
-use crate::ctl::show::machine::Machine;
-use crate::ctl::show::operation::Operation;
+use crate::args::{Delete, Discard, Fail, Provision, Recover, Target};
+use crate::show::machine::Machine;
+use crate::show::operation::Operation;
 
 const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot make the last backup, changes that are in no snapshot are lost with its server.";
 const LOSS_QUESTION: &str =

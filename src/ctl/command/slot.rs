@@ -3,12 +3,12 @@
 use http::Method;
 use serde_json::json;
 
-use crate::applet::Failure;
-use crate::clock;
-use crate::ctl::api::ApiClient;
-use crate::ctl::args::SlotCommand;
-use crate::ctl::out::Out;
-use crate::ctl::show::slot::{SlotRow, Slots, list};
+use crate::api::ApiClient;
+use crate::args::SlotCommand;
+use crate::out::Out;
+use crate::show::slot::{SlotRow, Slots, list};
+use svc_base::applet::Failure;
+use svc_base::clock;
 
 pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(), Failure> {
     match command {

@@ -1,12 +1,12 @@
 //! `svcctl usage`: the cost of a machine's dispatches.
 
 use super::machine::find_id;
-use crate::applet::Failure;
-use crate::ctl::api::ApiClient;
-use crate::ctl::args::Usage as Args;
-use crate::ctl::out::Out;
-use crate::ctl::show::usage::show;
-use crate::http::usage::UsageQuery;
+use crate::api::ApiClient;
+use crate::args::Usage as Args;
+use crate::out::Out;
+use crate::show::usage::show;
+use svc_base::applet::Failure;
+use svc_http::usage::UsageQuery;
 
 pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
     let Args { machine, from, to, user, by } = args;

@@ -4,7 +4,7 @@ use http::StatusCode;
 use serde_json::{Value, json};
 
 use super::site::Site;
-use crate::diagnosis::Findings;
+use svc_base::diagnosis::Findings;
 
 const JOURNAL: &str = "journalctl -u svc-gateway -n 50 on the host";
 

@@ -12,10 +12,10 @@ use super::command::{is_private, secret_from};
 use super::doctor;
 use super::local::LocalChecks;
 use super::out::Out;
-use crate::applet::Failure;
-use crate::config::Env;
-use crate::diagnosis::{self, Check, Findings, Level, Report};
 use site::Site;
+use svc_base::applet::Failure;
+use svc_base::config::Env;
+use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 
 const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 

@@ -7,7 +7,7 @@ use url::Url;
 
 use super::scan;
 use super::site::Site;
-use crate::diagnosis::{Finding, Findings};
+use svc_base::diagnosis::{Finding, Findings};
 
 const MAX_FILES: usize = 400;
 const MAX_TOTAL_BYTES: usize = 96 << 20;

@@ -11,8 +11,8 @@ use secrecy::{ExposeSecret, SecretString};
 use serde_json::Value;
 use url::Url;
 
-use crate::chain::chain;
-use crate::http::client::{self, Deadlines};
+use svc_base::chain::chain;
+use svc_http::client::{self, Deadlines};
 
 const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(5),

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Colour, View, compact};
-use crate::untrusted_text::one_line;
+use svc_base::untrusted_text::one_line;
 
 /// Maximum changes shown per entry; `--json` has all.
 const MAX_CHANGES: usize = 4;

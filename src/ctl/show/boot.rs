@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::View;
 use super::human::{ago, seconds, size};
-use crate::quantity::counted;
+use svc_base::quantity::counted;
 
 #[derive(Debug, Deserialize)]
 pub struct Boot {

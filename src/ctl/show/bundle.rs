@@ -3,14 +3,14 @@
 use super::View;
 use super::human::{size, when};
 use super::table;
-use crate::ctl::bundle::PublishedBundle;
+use crate::bundle::PublishedBundle;
 
 pub fn list(view: &View, bundles: &[PublishedBundle]) -> String {
     if bundles.is_empty() {
         return "no bundles\n".to_owned();
     }
     let row = |b: &PublishedBundle| {
-        let at = when(view.now, &crate::clock::rfc3339_ms(b.published_at));
+        let at = when(view.now, &svc_base::clock::rfc3339_ms(b.published_at));
         vec![b.image_version.clone().into(), at.into(), size(b.size_bytes).into(), b.sha256.clone().into()]
     };
     let rows: Vec<_> = bundles.iter().map(row).collect();

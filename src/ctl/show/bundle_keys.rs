@@ -4,8 +4,8 @@ use serde::Deserialize;
 
 use super::table::{self, Cell};
 use super::{Colour, View};
-use crate::diagnosis::Findings;
-use crate::quantity::counted;
+use svc_base::diagnosis::Findings;
+use svc_base::quantity::counted;
 
 /// `bundleKeys` of the fleet.
 #[derive(Debug, Deserialize)]

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use super::human::ago;
 use super::table::{self, Cell};
 use super::{Colour, View};
-use crate::untrusted_text::one_line;
+use svc_base::untrusted_text::one_line;
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]

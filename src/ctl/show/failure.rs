@@ -4,8 +4,8 @@ use serde::Deserialize;
 
 use super::machine::Machine;
 use super::text;
-use crate::ctl::args;
-use crate::untrusted_text::one_line;
+use crate::args;
+use svc_base::untrusted_text::one_line;
 
 #[derive(Debug, Deserialize)]
 pub struct MachineFailure {
@@ -142,8 +142,8 @@ fn slot_arguments(machine: &Machine) -> String {
 
 #[cfg(test)]
 mod tests {
-    use crate::ctl::show::machine;
-    use crate::ctl::show::tests::{failed, plain, read};
+    use crate::show::machine;
+    use crate::show::tests::{failed, plain, read};
 
     #[test]
     fn advice_after_reinstatement_failed_is_recovery() {

@@ -12,9 +12,9 @@ use super::machine::Update;
 use super::operation::kind_noun;
 use super::table::{self, Cell};
 use super::{Colour, View, compact};
-use crate::ctl::args;
-use crate::diagnosis::Findings;
-use crate::quantity::counted;
+use crate::args;
+use svc_base::diagnosis::Findings;
+use svc_base::quantity::counted;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]

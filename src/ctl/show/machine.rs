@@ -11,8 +11,8 @@ use super::operation::{self, Operation};
 use super::table::{self, Cell};
 use super::token::UpgradeToken;
 use super::{Colour, View, compact, text};
-use crate::ctl::args;
-use crate::store::bucket::is_unusable_pointer;
+use crate::args;
+use svc_store::bucket::is_unusable_pointer;
 
 /// A heartbeat older than this many seconds is highlighted; hosts send one every half minute.
 const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;

@@ -27,7 +27,7 @@ use std::io::IsTerminal;
 use jiff::Timestamp;
 use serde_json::Value;
 
-use crate::untrusted_text::one_line;
+use svc_base::untrusted_text::one_line;
 
 pub use self::human::size;
 

@@ -5,8 +5,8 @@ use serde_json::Value;
 
 use super::human::{ago, seconds};
 use super::{Colour, View, compact};
-use crate::quantity::counted;
-use crate::untrusted_text::one_line;
+use svc_base::quantity::counted;
+use svc_base::untrusted_text::one_line;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use super::human::{size, when};
 use super::table::{self, Cell};
 use super::{Colour, View};
-use crate::ctl::args::SlotTarget;
+use crate::args::SlotTarget;
 
 #[derive(Debug, Deserialize)]
 pub struct Inspection {

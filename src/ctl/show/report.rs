@@ -1,7 +1,7 @@
 //! Text view of a report of findings.
 
 use super::{Colour, View};
-use crate::diagnosis::{Level, Report};
+use svc_base::diagnosis::{Level, Report};
 
 fn colour(level: Level) -> Colour {
     match level {

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use comfy_table::{Attribute, Cell as Shown, Color, ContentArrangement, Table, presets};
 
 use super::{Colour, View};
-use crate::untrusted_text::one_line;
+use svc_base::untrusted_text::one_line;
 
 #[derive(Debug, Clone)]
 pub struct Cell {

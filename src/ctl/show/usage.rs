@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::View;
 use super::table::{self, Cell};
-use crate::http::usage::GroupBy;
+use svc_http::usage::GroupBy;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]

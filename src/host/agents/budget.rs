@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 
 use super::kernel::Kernel;
 use super::owner_config::Settings;
-use crate::clock::rfc3339_ms;
-use crate::host::records::entry::Interaction;
-use crate::host::records::limits::{Period, Spent, check_limits, crosses_warning_threshold};
-use crate::host::records::money::Dollars;
-use crate::http::problem::{Code, Problem};
+use crate::records::entry::Interaction;
+use crate::records::limits::{Period, Spent, check_limits, crosses_warning_threshold};
+use crate::records::money::Dollars;
+use svc_base::clock::rfc3339_ms;
+use svc_http::problem::{Code, Problem};
 
 /// Maximum users listed in the message about a changed limit.
 const MAX_LISTED_USERS: usize = 5;
@@ -237,8 +237,8 @@ fn first_day(period: Period, today: Date) -> Date {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::records::entry::Status;
-    use crate::host::system::layout::Layout;
+    use crate::records::entry::Status;
+    use crate::system::layout::Layout;
 
     fn spent(kernel: &Kernel, at: &str, cents: u64) {
         let one = Interaction {

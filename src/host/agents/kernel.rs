@@ -17,15 +17,15 @@ pub use super::budget::{LimitReached, Reservation};
 
 use super::live_settings::LiveSettings;
 use super::owner_config::Settings;
-use crate::chain::chain;
-use crate::host::records::book::Book;
-use crate::host::records::entry::Interaction;
-use crate::host::records::find;
-use crate::host::records::money::Dollars;
-use crate::host::records::page::PageError;
-use crate::host::records::writer::{Records, Writer};
-use crate::host::system::layout::Layout;
-use crate::http::problem::{Code, Problem};
+use crate::records::book::Book;
+use crate::records::entry::Interaction;
+use crate::records::find;
+use crate::records::money::Dollars;
+use crate::records::page::PageError;
+use crate::records::writer::{Records, Writer};
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
+use svc_http::problem::{Code, Problem};
 
 /// Interval of writing `usage.jsonl`.
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);

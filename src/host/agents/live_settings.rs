@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::owner_config::{Settings, read_config_file};
-use crate::chain::chain;
-use crate::fsx;
-use crate::host::records::limits::Period;
-use crate::host::records::money::Dollars;
-use crate::host::records::writer::Records;
+use crate::records::limits::Period;
+use crate::records::money::Dollars;
+use crate::records::writer::Records;
+use svc_base::chain::chain;
+use svc_base::fsx;
 
 /// Identifies a version of the file without reading it.
 type FileStamp = Option<(u64, u64, i64, i64)>;
@@ -112,7 +112,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::host::records::writer::Writer;
+    use crate::records::writer::Writer;
 
     fn spent_text(_: &Settings, _: Period) -> String {
         "what was spent in its period already counts".to_owned()

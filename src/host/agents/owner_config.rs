@@ -13,11 +13,11 @@ use nix::fcntl::OFlag;
 use serde::Deserialize;
 
 use super::adapters::settings::{AgentFile, AgentSettings, DispatchFile, Price};
-use crate::chain::chain;
-use crate::fsx::FileError;
-use crate::host::records::calendar::Calendar;
-use crate::host::records::limits::Limits;
-use crate::host::records::money::Dollars;
+use crate::records::calendar::Calendar;
+use crate::records::limits::Limits;
+use crate::records::money::Dollars;
+use svc_base::chain::chain;
+use svc_base::fsx::FileError;
 
 /// Maximum bytes of the settings file.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;

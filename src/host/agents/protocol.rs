@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use super::adapters::codex_sessions::SessionUsage;
 use super::adapters::{AdapterKind, Exit};
 
-/// The socket in [`crate::host::system::layout::Layout::owner_sockets`].
+/// The socket in [`crate::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
 /// Maximum bytes of a forwarded line; the input of a tool may be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;

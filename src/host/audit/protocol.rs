@@ -13,8 +13,8 @@ use jiff::Timestamp;
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::host::records::entry::GapReason;
+use crate::records::entry::GapReason;
+use svc_base::clock;
 
 pub const SOCKET: &str = "watch.sock";
 /// Maximum bytes of a message.

@@ -3,12 +3,12 @@
 use jiff::Timestamp;
 use serde::Deserialize;
 
-use crate::diagnosis::Findings;
-use crate::fsx;
-use crate::host::snapshots::check_log::{Check, CheckKind, Status};
-use crate::host::snapshots::held_snapshot::HeldSnapshot;
-use crate::host::system::layout::Layout;
-use crate::store::key;
+use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::held_snapshot::HeldSnapshot;
+use crate::system::layout::Layout;
+use svc_base::diagnosis::Findings;
+use svc_base::fsx;
+use svc_store::key;
 
 /// Backups are hourly: allows one missed run and time for the next.
 const MAX_BACKUP_AGE_SECONDS: i64 = 2 * 3600 + 600;

@@ -1,11 +1,11 @@
 //! Checks the env files as applets read them. Reports every error, and no values.
 
-use crate::config::Env;
-use crate::diagnosis::Findings;
-use crate::host::system::config;
-use crate::host::system::config::{DatabaseUrl, Identity, PlatformLink, environment_of_services};
-use crate::host::system::layout::Layout;
-use crate::store::config::StoreConfig;
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, Identity, PlatformLink, environment_of_services};
+use crate::system::layout::Layout;
+use svc_base::config::Env;
+use svc_base::diagnosis::Findings;
+use svc_store::config::StoreConfig;
 
 const NEXT_STEP: &str = "provisioning writes these files: restore the value, or recover the machine";
 

@@ -7,13 +7,13 @@ use std::time::Instant;
 use tokio_postgres::config::Host;
 
 use super::services_env;
-use crate::chain::chain;
-use crate::config::Env;
-use crate::diagnosis::Findings;
-use crate::host::snapshots::database_identity;
-use crate::host::system::config::DatabaseUrl;
-use crate::host::system::layout::Layout;
-use crate::host::system::postgres::Server;
+use crate::snapshots::database_identity;
+use crate::system::config::DatabaseUrl;
+use crate::system::layout::Layout;
+use crate::system::postgres::Server;
+use svc_base::chain::chain;
+use svc_base::config::Env;
+use svc_base::diagnosis::Findings;
 
 /// The port of `svc-postgres`.
 const PORT: u16 = 5432;

@@ -4,9 +4,9 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use crate::accounts::Accounts;
-use crate::diagnosis::Findings;
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::accounts::Accounts;
+use svc_base::diagnosis::Findings;
 
 const GATEWAY_USER: &str = "svc-gateway";
 const ROOT_USER: &str = "root";

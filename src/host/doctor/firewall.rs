@@ -4,8 +4,8 @@ use std::path::Path;
 
 use tokio::process::Command;
 
-use crate::diagnosis::Findings;
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::diagnosis::Findings;
 
 const NEXT_STEP: &str = "systemctl restart nftables; journalctl -u nftables -n 20";
 
@@ -39,7 +39,7 @@ fn assess(findings: Findings, stderr: &str) -> Findings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::diagnosis::Level;
+    use svc_base::diagnosis::Level;
 
     #[test]
     fn missing_table_is_problem_unless_permission_is_denied() {

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use serde::Deserialize;
 
 use super::services_env;
-use crate::diagnosis::Findings;
-use crate::fsx;
-use crate::host::system::layout::Layout;
-use crate::host::system::probe;
-use crate::host::system::probe::{DEFAULT_LISTEN, Gateway};
+use crate::system::layout::Layout;
+use crate::system::probe;
+use crate::system::probe::{DEFAULT_LISTEN, Gateway};
+use svc_base::diagnosis::Findings;
+use svc_base::fsx;
 
 /// Path of the trusted socket.
 pub fn socket(layout: &Layout) -> PathBuf {

@@ -19,8 +19,8 @@ use std::time::Duration;
 
 use super::system::config::environment_of_services;
 use super::system::layout::Layout;
-use crate::config::Env;
-use crate::diagnosis::{self, Check, Findings, Report};
+use svc_base::config::Env;
+use svc_base::diagnosis::{self, Check, Findings, Report};
 
 /// Timeout of a check over the network.
 const NETWORK_CHECK_TIMEOUT: Duration = Duration::from_secs(15);

@@ -6,11 +6,11 @@ use http::{HeaderMap, header};
 use jiff::Timestamp;
 
 use super::services_env;
-use crate::chain::chain;
-use crate::diagnosis::Findings;
-use crate::host::system::config::PlatformLink;
-use crate::host::system::layout::Layout;
-use crate::http::client::{self, Deadlines};
+use crate::system::config::PlatformLink;
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
+use svc_base::diagnosis::Findings;
+use svc_http::client::{self, Deadlines};
 
 /// Proofs live for a minute, and tokens have 30 s of leeway.
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;

@@ -4,9 +4,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
 use super::services_env;
-use crate::diagnosis::Findings;
-use crate::host::system::layout::Layout;
-use crate::host::system::probe::DEFAULT_LISTEN;
+use crate::system::layout::Layout;
+use crate::system::probe::DEFAULT_LISTEN;
+use svc_base::diagnosis::Findings;
 
 const LISTEN: &str = "0A";
 const SSH: u16 = 22;

@@ -5,15 +5,15 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::clock::rfc3339_ms;
-use crate::diagnosis::Findings;
-use crate::fsx;
-use crate::host::system::layout::Layout;
-use crate::host::system::postgres_tools::PgTools;
-use crate::host::system::release;
-use crate::host::system::release::Release;
-use crate::host::system::systemd;
-use crate::host::update::protocol::SnapshotWait;
+use crate::system::layout::Layout;
+use crate::system::postgres_tools::PgTools;
+use crate::system::release;
+use crate::system::release::Release;
+use crate::system::systemd;
+use crate::update::protocol::SnapshotWait;
+use svc_base::clock::rfc3339_ms;
+use svc_base::diagnosis::Findings;
+use svc_base::fsx;
 
 pub fn gate(layout: &Layout) -> Findings {
     let findings = Findings::new("gate");

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use crate::diagnosis::Findings;
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::diagnosis::Findings;
 
 const GIB: u64 = 1 << 30;
 

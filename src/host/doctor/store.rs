@@ -5,16 +5,16 @@ use jiff::{SignedDuration, Timestamp};
 use secrecy::SecretString;
 
 use super::services_env;
-use crate::chain::chain;
-use crate::clock::rfc3339_ms;
-use crate::diagnosis::Findings;
-use crate::host::system::config::Identity;
-use crate::host::system::layout::Layout;
-use crate::host::system::store_credentials::StoredSessions;
-use crate::store::bucket::StoreError;
-use crate::store::config::{S3Config, StoreConfig};
-use crate::store::key::SlotPrefix;
-use crate::store::pointer_io;
+use crate::system::config::Identity;
+use crate::system::layout::Layout;
+use crate::system::store_credentials::StoredSessions;
+use svc_base::chain::chain;
+use svc_base::clock::rfc3339_ms;
+use svc_base::diagnosis::Findings;
+use svc_store::bucket::StoreError;
+use svc_store::config::{S3Config, StoreConfig};
+use svc_store::key::SlotPrefix;
+use svc_store::pointer_io;
 
 /// The agent renews sessions older than 50 minutes, at each heartbeat.
 const MAX_RENEWAL_AGE: SignedDuration = SignedDuration::from_mins(75);

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use tokio::process::Command;
 
-use crate::diagnosis::Findings;
-use crate::host::system::layout::Layout;
-use crate::host::system::systemd;
+use crate::system::layout::Layout;
+use crate::system::systemd;
+use svc_base::diagnosis::Findings;
 
 /// Services that always run.
 const SERVICES: [&str; 6] = [

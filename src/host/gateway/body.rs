@@ -8,8 +8,8 @@ use futures_util::StreamExt;
 use http::{HeaderMap, header};
 use serde_json::Value;
 
-use crate::http::fields::Fields;
-use crate::http::problem::{Code, Problem};
+use svc_http::fields::Fields;
+use svc_http::problem::{Code, Problem};
 
 /// Timeout of reading a request body.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);

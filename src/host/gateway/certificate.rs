@@ -5,9 +5,9 @@
 
 use anyhow::Context;
 
-use crate::fsx;
-use crate::host::system::layout::Layout;
-use crate::http::tls::{self, Identity};
+use crate::system::layout::Layout;
+use svc_base::fsx;
+use svc_http::tls::{self, Identity};
 
 /// Reads the machine's certificate or creates it.
 ///

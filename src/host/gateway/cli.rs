@@ -7,13 +7,13 @@ use std::time::Duration;
 use comfy_table::{CellAlignment, Table, presets};
 use jiff::civil::Date;
 
-use crate::applet::{Exit, Failure, OrExit};
-use crate::host::records::book;
-use crate::host::records::files::RecordKind;
-use crate::host::records::ledger::{GroupBy, Totals, UsageQuery};
-use crate::host::records::page::{self, PageError, Verdict};
-use crate::host::records::tail::Tail;
-use crate::host::system::layout::Layout;
+use crate::records::book;
+use crate::records::files::RecordKind;
+use crate::records::ledger::{GroupBy, Totals, UsageQuery};
+use crate::records::page::{self, PageError, Verdict};
+use crate::records::tail::Tail;
+use crate::system::layout::Layout;
+use svc_base::applet::{Exit, Failure, OrExit};
 
 /// Poll interval of `logs --follow`.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::config::{ConfigError, Env, Flag};
-use crate::host::system::config::{DatabaseUrl, Identity, environment, first_proof_keys};
-use crate::host::system::layout::Layout;
-use crate::http::jwt::Trust;
-use crate::http::proof::ProofKeys;
-use crate::machine::epoch::Epoch;
+use crate::system::config::{DatabaseUrl, Identity, environment, first_proof_keys};
+use crate::system::layout::Layout;
+use svc_base::config::{ConfigError, Env, Flag};
+use svc_http::jwt::Trust;
+use svc_http::proof::ProofKeys;
+use svc_machine::epoch::Epoch;
 
 /// Minimum length of `ADMIN_TOKEN`, equal to that of the platform's secret.
 const MIN_ADMIN_TOKEN_CHARS: usize = 32;

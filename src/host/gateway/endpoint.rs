@@ -15,7 +15,7 @@ use serde_json::Value;
 use super::auth::{Principal, admit};
 use super::body;
 use super::state::Gateway;
-use crate::http::openapi::{Answer, Content, Credential, Operation, Scheme};
+use svc_http::openapi::{Answer, Content, Credential, Operation, Scheme};
 
 /// Default maximum body size, for routes without a body or with a small one.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 * 1024;

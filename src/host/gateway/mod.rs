@@ -42,14 +42,14 @@ use self::state::Gateway;
 use super::system::config::begin_log;
 use super::system::layout::{BRIDGE_SOCKET, Layout};
 use super::system::{systemd, unix_socket};
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::http::server::{self, Limits};
-use crate::metrics;
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::metrics;
+use svc_http::server::{self, Limits};
 
 #[derive(Parser)]
 #[command(
     name = "svc-gateway",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "The machine's HTTPS port: owner API, bridge, apps, and a proxy to the shell and code-server",
     after_help = "Configured by the environment and /opt/svc/env/*.env below SVC_ROOT; docs/reference/configuration.md has each variable."
 )]

@@ -11,10 +11,10 @@ use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
 
 use super::state::Gateway;
-use crate::http::files::percent_decode;
-use crate::http::problem::{Code, Problem, chain};
-use crate::http::proof;
-use crate::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
+use svc_http::files::percent_decode;
+use svc_http::problem::{Code, Problem, chain};
+use svc_http::proof;
+use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 
 /// Reload interval of the waiting page, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;

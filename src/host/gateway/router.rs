@@ -17,9 +17,9 @@ use super::routes::{
 };
 use super::state::Gateway;
 use super::{apps, body, bridge, proxy};
-use crate::http::observe::{self, Listener};
-use crate::http::openapi::{self, Api, Operation};
-use crate::http::problem::{Code, Problem};
+use svc_http::observe::{self, Listener};
+use svc_http::openapi::{self, Api, Operation};
+use svc_http::problem::{Code, Problem};
 
 /// All routes of the gateway, in the order of the OpenAPI document. All other paths go to the shell.
 pub static ENDPOINTS: [&Endpoint; 40] = [

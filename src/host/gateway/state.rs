@@ -9,9 +9,9 @@ use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
 use super::writers::Writers;
-use crate::host::agents::bridge_tokens::AgentTokens;
-use crate::host::agents::dispatch::Dispatcher;
-use crate::host::agents::kernel::Kernel;
+use crate::agents::bridge_tokens::AgentTokens;
+use crate::agents::dispatch::Dispatcher;
+use crate::agents::kernel::Kernel;
 
 /// One running gateway.
 pub struct Gateway {

@@ -9,17 +9,17 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::state::Gateway;
-use crate::chain::chain;
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::agents::dispatch::Dispatcher;
-use crate::host::snapshots::side_database;
-use crate::host::system::blocking::blocking;
-use crate::host::system::layout::Layout;
-use crate::host::system::quiesce;
-use crate::host::system::quiesce::Quiesce;
-use crate::http::problem::{Code, Problem};
-use crate::machine::id::OperationId;
+use crate::agents::dispatch::Dispatcher;
+use crate::snapshots::side_database;
+use crate::system::blocking::blocking;
+use crate::system::layout::Layout;
+use crate::system::quiesce;
+use crate::system::quiesce::Quiesce;
+use svc_base::chain::chain;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_http::problem::{Code, Problem};
+use svc_machine::id::OperationId;
 
 /// Poll interval of the file, which the sync agent may remove.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);

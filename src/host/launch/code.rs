@@ -20,10 +20,10 @@ use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::host::system::config::begin_log;
-use crate::host::system::layout::Layout;
-use crate::host::system::{systemd, unix_socket};
+use crate::system::config::begin_log;
+use crate::system::layout::Layout;
+use crate::system::{systemd, unix_socket};
+use svc_base::applet::{self, Exit, Failure, OrExit};
 
 pub const SOCKET: &str = "code.sock";
 
@@ -41,7 +41,7 @@ const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/
 #[derive(clap::Parser)]
 #[command(
     name = "svc-code",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Starts the release's code-server for the gateway, on a unix socket",
     after_help = "It runs /opt/svc/runtime/code-server below SVC_ROOT with /opt/svc/runtime/node, on \
                   run/svc/owner/code.sock, and exits with 78 if the release has none."

@@ -7,18 +7,18 @@ use anyhow::Context;
 use sd_notify::NotifyState;
 
 use super::site::{Site, router};
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::host::system::config::begin_log;
-use crate::host::system::layout::Layout;
-use crate::host::system::{systemd, unix_socket};
-use crate::http::server;
+use crate::system::config::begin_log;
+use crate::system::layout::Layout;
+use crate::system::{systemd, unix_socket};
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_http::server;
 
 pub const SOCKET: &str = "shell.sock";
 
 #[derive(clap::Parser)]
 #[command(
     name = "svc-shell",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Serves the release's shell to the gateway, on a unix socket",
     after_help = "It serves /opt/svc/app/shell below SVC_ROOT on run/svc/owner/shell.sock."
 )]

@@ -16,10 +16,10 @@ use flate2::Compression;
 use http::header::{self, HeaderValue};
 use http::request::Parts;
 
-use crate::http::files::{
+use svc_http::files::{
     Caching, StaticFile, is_read, media_type, method_not_allowed, percent_decode, respond,
 };
-use crate::http::problem::{Code, Problem};
+use svc_http::problem::{Code, Problem};
 
 /// A larger shell is a broken build.
 const MAX_SITE_BYTES: u64 = 64 << 20;

@@ -24,9 +24,9 @@ use super::money::Dollars;
 use super::names::INTERACTIONS;
 use super::seals::{Seal, Seals};
 use super::writer::{Extent, QueueFull, Record, Records};
-use crate::chain::chain;
-use crate::failpoint;
-use crate::fsx::{self, FileError};
+use svc_base::chain::chain;
+use svc_base::failpoint;
+use svc_base::fsx::{self, FileError};
 
 /// Timeout of a flush before days are sealed.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);

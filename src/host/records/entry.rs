@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::money::Dollars;
-use crate::clock;
+use svc_base::clock;
 
 /// An ended dispatch: a line of `interactions-{date}.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
 use super::names::{self, ACTIVITY, AUDIT, INTERACTIONS};
-use crate::fsx::FileError;
+use svc_base::fsx::FileError;
 
 /// A readable record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

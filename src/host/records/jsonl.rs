@@ -9,7 +9,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use crate::fsx::FileError;
+use svc_base::fsx::FileError;
 
 /// Appends one line in one write. A torn last line is removed first; a complete one without a line end gets it. The
 /// caller must prevent concurrent appends.

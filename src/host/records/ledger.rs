@@ -8,7 +8,7 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::money::Dollars;
-pub use crate::http::usage::{GroupBy, UsageQuery};
+pub use svc_http::usage::{GroupBy, UsageQuery};
 
 /// Index of an interned user or model name.
 type Name = u32;

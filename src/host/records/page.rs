@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::files::{self, FileId, LinePosition, RecordKind};
-use crate::fsx::FileError;
+use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: u64 = 64 << 10;
 /// Longer lines are invalid.

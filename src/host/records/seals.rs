@@ -10,7 +10,7 @@ use jiff::civil::Date;
 use serde::{Deserialize, Serialize};
 
 use super::ledger::Totals;
-use crate::fsx::{self, FileError};
+use svc_base::fsx::{self, FileError};
 
 /// Sealed days.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

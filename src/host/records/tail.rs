@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::files::{self, FileId, LinePosition, RecordKind, TailPosition};
-use crate::fsx::FileError;
+use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: usize = 256 << 10;
 /// Longer lines are invalid.

@@ -28,8 +28,8 @@ use self::file::{AppendFile, LineFormat};
 use self::queue::{RecordQueue, Replacement, Thread};
 use self::sync::{SyncFn, Syncer, Unsynced};
 use super::names::{ACTIVITY, AUDIT, INTERACTIONS};
-use crate::chain::chain;
-use crate::clock;
+use svc_base::chain::chain;
+use svc_base::clock;
 
 /// Maximum delay of an accepted line, unless the disk fails.
 pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);

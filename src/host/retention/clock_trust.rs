@@ -9,7 +9,7 @@ use std::path::Path;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::fsx::{self, FileError};
+use svc_base::fsx::{self, FileError};
 
 const DAY_SECONDS: i64 = 86_400;
 /// Clocks that differ by at most this are the same clock, corrected.

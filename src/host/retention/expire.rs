@@ -9,8 +9,8 @@ use std::path::Path;
 use jiff::ToSpan;
 use jiff::civil::Date;
 
-use crate::fsx::{self, FileError};
-use crate::host::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
+use crate::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
+use svc_base::fsx::{self, FileError};
 
 /// Specification, part 8.
 const RETENTION_DAYS: i32 = 30;
@@ -55,7 +55,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::host::retention::clock_trust::{Reading, assess_clock};
+    use crate::retention::clock_trust::{Reading, assess_clock};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 

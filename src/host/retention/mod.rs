@@ -16,16 +16,16 @@ use jiff::civil::Date;
 
 use super::records::calendar::Calendar;
 use super::records::names;
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::failpoint;
-use crate::fsx::FileError;
-use crate::host::agents::owner_config::Settings;
-use crate::host::system::config;
-use crate::host::system::config::{DatabaseUrl, begin_log};
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::host::system::postgres::Server;
-use crate::http::request_id;
+use crate::agents::owner_config::Settings;
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, begin_log};
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use crate::system::postgres::Server;
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::failpoint;
+use svc_base::fsx::FileError;
+use svc_http::request_id;
 
 /// Fail points of a run.
 pub const POINTS: &[&str] =
@@ -34,7 +34,7 @@ pub const POINTS: &[&str] =
 #[derive(clap::Parser)]
 #[command(
     name = "svc-heartbeat",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Rotates the machine's records, deletes those older than 30 days, and measures its storage",
     after_help = "Days are those of costLimits.timeZone in the owner's system/config.json. It can run at any time, any number of times."
 )]

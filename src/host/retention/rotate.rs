@@ -15,9 +15,9 @@ use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
 use serde::Deserialize;
 
-use crate::fsx::{self, FileError};
-use crate::host::records::calendar::Calendar;
-use crate::host::records::names::Record;
+use crate::records::calendar::Calendar;
+use crate::records::names::Record;
+use svc_base::fsx::{self, FileError};
 
 /// Maximum files per day; more means that something else is wrong.
 const MAX_FILES_PER_DAY: u32 = 1000;
@@ -122,7 +122,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::host::records::names::{ACTIVITY, AUDIT};
+    use crate::records::names::{ACTIVITY, AUDIT};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 

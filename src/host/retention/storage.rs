@@ -14,12 +14,12 @@ use jiff::Timestamp;
 use jiff::civil::Date;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::FileError;
-use crate::host::records::jsonl;
-use crate::host::system::app_sizes;
-use crate::host::system::layout::Layout;
-use crate::host::system::postgres::{ConnectError, Server};
+use crate::records::jsonl;
+use crate::system::app_sizes;
+use crate::system::layout::Layout;
+use crate::system::postgres::{ConnectError, Server};
+use svc_base::clock;
+use svc_base::fsx::FileError;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Directories that remain after this are not counted. The unit's own limit is half an hour.

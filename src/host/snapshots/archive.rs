@@ -9,15 +9,15 @@ use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use crate::host::system::tar_reader::EntryKind;
+use crate::system::tar_reader::EntryKind;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::clock;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
-use crate::machine::name::{IdpUserId, Slot};
+use svc_base::clock;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+use svc_machine::name::{IdpUserId, Slot};
 
 pub const VERSION: u32 = 1;
 /// Describes the archive: [`ArchiveInfo`].

@@ -3,9 +3,9 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
 
 const FORMAT: u32 = 1;
 

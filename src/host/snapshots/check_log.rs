@@ -4,10 +4,10 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::records::jsonl;
-use crate::host::system::layout::Layout;
+use crate::records::jsonl;
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
 
 /// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,12 +9,12 @@ use tokio_postgres::{Client, Error};
 use uuid::Uuid;
 
 use super::restore_marker::Marker;
-use crate::applet::Exit;
-use crate::fsx::FileError;
-use crate::host::system::layout::Layout;
-use crate::host::system::postgres;
-use crate::host::system::postgres::ident;
-use crate::store::snapshot::DatabaseIdentity;
+use crate::system::layout::Layout;
+use crate::system::postgres;
+use crate::system::postgres::ident;
+use svc_base::applet::Exit;
+use svc_base::fsx::FileError;
+use svc_store::snapshot::DatabaseIdentity;
 
 /// The setting with the restore id. Snapshots leave it out.
 pub const SETTING: &str = "svc.restore_id";

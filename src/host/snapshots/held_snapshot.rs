@@ -7,9 +7,9 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
 
 const FORMAT: u32 = 1;
 /// Minimum time between two agreeing snapshots: allows for hourly runs, also after retries.

@@ -3,10 +3,10 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::store::snapshot::DatabaseIdentity;
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_store::snapshot::DatabaseIdentity;
 
 const FORMAT: u32 = 1;
 

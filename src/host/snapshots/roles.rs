@@ -3,7 +3,7 @@
 
 use tokio_postgres::{Error, GenericClient};
 
-use crate::store::role_facts::{Membership, RoleFacts, RoleSetting};
+use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 
 /// Comment on a role that a drill created and no app uses.
 pub const DRILL_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";

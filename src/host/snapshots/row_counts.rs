@@ -2,7 +2,7 @@
 
 use tokio_postgres::{Client, Error};
 
-use crate::store::snapshot::TableCount;
+use svc_store::snapshot::TableCount;
 
 /// Lists the ordinary tables whose rows are in a dump, as `schema.table`, quoted where needed, in order.
 ///

@@ -5,11 +5,11 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::http::request_id;
-use crate::store::snapshot::TableCount;
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_http::request_id;
+use svc_store::snapshot::TableCount;
 
 /// Database name at the machine's PostgreSQL.
 pub const DATABASE: &str = "svc_side";

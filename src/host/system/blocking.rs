@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use crate::http::problem::Problem;
+use svc_http::problem::Problem;
 
 /// # Errors
 /// The error of the work, or its panic, as an internal problem.

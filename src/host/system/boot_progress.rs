@@ -11,12 +11,12 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::chain::chain;
-use crate::host::system::config;
-use crate::host::system::config::{Identity, PlatformLink};
-use crate::host::system::layout::Layout;
-use crate::http::client::{self, Deadlines};
-use crate::machine::id::MachineId;
+use crate::system::config;
+use crate::system::config::{Identity, PlatformLink};
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
+use svc_http::client::{self, Deadlines};
+use svc_machine::id::MachineId;
 
 /// Minimum time between two reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);

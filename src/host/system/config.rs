@@ -10,12 +10,12 @@ use super::epoch;
 use super::layout::Layout;
 use super::root_settings;
 use super::upgrade_token::UpgradeToken;
-use crate::config::{ConfigError, Env};
-use crate::http::proof::ProofKeys;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
-use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
-use crate::telemetry;
+use svc_base::config::{ConfigError, Env};
+use svc_base::telemetry;
+use svc_http::proof::ProofKeys;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 
 /// The environment of a host applet: the process, then the env files below `SVC_ROOT`. From a file that another user
 /// can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; its own file takes precedence.

@@ -5,10 +5,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::chain::chain;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::machine::epoch::Epoch;
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
+use svc_base::fsx::{self, FileError};
+use svc_machine::epoch::Epoch;
 
 const FORMAT: u32 = 1;
 

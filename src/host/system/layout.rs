@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::machine::name::ImageVersion;
+use svc_machine::name::ImageVersion;
 
 /// The agents' socket in [`Layout::bridge_sockets`].
 pub const BRIDGE_SOCKET: &str = "bridge.sock";

@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::fsx::FileError;
+use svc_base::fsx::FileError;
 
 /// The lock is held until this is dropped.
 #[derive(Debug)]

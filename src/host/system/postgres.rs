@@ -6,8 +6,8 @@ use tokio_postgres::config::Host;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Config, NoTls};
 
-use crate::applet::Exit;
-use crate::http::resolve::{self, ResolveError};
+use svc_base::applet::Exit;
+use svc_http::resolve::{self, ResolveError};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -15,7 +15,7 @@ use tokio_postgres::config::Host;
 
 use super::layout::Layout;
 use super::postgres::Server;
-use crate::config::Env;
+use svc_base::config::Env;
 
 const CONTAINER: &str = "svc-postgres";
 /// Parallel jobs of a load.

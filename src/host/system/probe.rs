@@ -3,8 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::layout::Layout;
-use crate::http::client::{self, Deadlines};
-use crate::http::tls::{self, ChainCheck, Identity, SpkiPin};
+use svc_http::client::{self, Deadlines};
+use svc_http::tls::{self, ChainCheck, Identity, SpkiPin};
 
 /// The gateway's default address.
 pub const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 443);

@@ -8,11 +8,11 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::machine::id::OperationId;
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_machine::id::OperationId;
 
 const FORMAT: u32 = 1;
 /// Time limit for the lock, whose holder writes one small file.

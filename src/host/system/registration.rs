@@ -3,9 +3,9 @@
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use crate::fsx;
-use crate::host::system::layout::Layout;
-use crate::machine::id::MachineId;
+use crate::system::layout::Layout;
+use svc_base::fsx;
+use svc_machine::id::MachineId;
 
 /// The fields of `register.json` that are used here.
 #[derive(Debug, Deserialize)]

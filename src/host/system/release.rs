@@ -5,8 +5,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::layout::Layout;
-use crate::fsx::{self, FileError};
-use crate::machine::name::ImageVersion;
+use svc_base::fsx::{self, FileError};
+use svc_machine::name::ImageVersion;
 
 pub const MANIFEST: &str = "release.json";
 /// Written at installation beside the unpacked files; never part of a bundle.

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use nix::unistd::geteuid;
 
 use super::layout::Layout;
-use crate::config::{Env, env_line};
-use crate::fsx::{self, FileError};
+use svc_base::config::{Env, env_line};
+use svc_base::fsx::{self, FileError};
 
 /// Reason why root may use a value chosen by another user of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +107,7 @@ mod tests {
     use std::os::unix::fs::chown;
 
     use super::*;
-    use crate::host::system::config;
+    use crate::system::config;
 
     /// Needs root, to give a file to another user.
     fn machine(others: &str, own: &str) -> Option<(tempfile::TempDir, Layout)> {

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use super::config::PlatformLink;
 use super::layout::Layout;
 use super::store_credentials::{DuringOutage, RenewingCredentials};
-use crate::applet::Exit;
-use crate::config::Env;
-use crate::machine::id::MachineId;
-use crate::store::config::StoreConfig;
-use crate::store::credentials::{CredentialSource, TemporaryCredentials};
-use crate::store::{Bucket, StoreError};
+use svc_base::applet::Exit;
+use svc_base::config::Env;
+use svc_machine::id::MachineId;
+use svc_store::config::StoreConfig;
+use svc_store::credentials::{CredentialSource, TemporaryCredentials};
+use svc_store::{Bucket, StoreError};
 
 /// The exit code for a failed read of the store.
 pub fn exit(error: &StoreError) -> Exit {

@@ -22,13 +22,13 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 use tokio::sync::Mutex;
 
-use crate::clock;
-use crate::host::system::config::PlatformLink;
-use crate::http::client::{self, Deadlines};
-use crate::http::problem::chain;
-use crate::http::request_id;
-use crate::machine::id::MachineId;
-use crate::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
+use crate::system::config::PlatformLink;
+use svc_base::clock;
+use svc_http::client::{self, Deadlines};
+use svc_http::problem::chain;
+use svc_http::request_id;
+use svc_machine::id::MachineId;
+use svc_store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
 
 use self::state_file::StoredSession;
 pub use self::state_file::StoredSessions;

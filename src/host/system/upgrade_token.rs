@@ -16,12 +16,12 @@ use nix::fcntl::OFlag;
 use secrecy::{ExposeSecret, SecretString};
 use serde::{Deserialize, Serialize};
 
-use crate::chain::chain;
-use crate::config::with_env_lines;
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::machine::id::MachineId;
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
+use svc_base::config::with_env_lines;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_machine::id::MachineId;
 
 /// Fail points of the storage of a token.
 pub const POINTS: &[&str] = &["token.before_store", "token.stored"];
@@ -205,7 +205,7 @@ pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), Fi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{env_line, parse_env_file};
+    use svc_base::config::{env_line, parse_env_file};
 
     fn token(machine: MachineId, generation: u32) -> SecretString {
         let counted = if generation == 1 { String::new() } else { format!("{generation}_") };

@@ -11,7 +11,7 @@ use nix::unistd::{Gid, Uid, geteuid, setgid, setgroups, setuid};
 use tokio::process::Command;
 
 use super::layout::Layout;
-use crate::failpoint;
+use svc_base::failpoint;
 
 /// Root becomes the user that owns the env files, as the units do: the next run of a unit could not write files of
 /// root. Must be called before another thread exists.

@@ -9,16 +9,16 @@ use super::protocol::{Outcome, UpdateResult};
 use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
 use super::{UpdateError, releases, snapshot, trust};
-use crate::applet::{Exit, Failure, OrExit};
-use crate::config::Env;
-use crate::host::system::config;
-use crate::host::system::config::PlatformLink;
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::host::system::probe;
-use crate::host::system::root_settings;
-use crate::http::request_id;
-use crate::machine::name::ImageVersion;
+use crate::system::config;
+use crate::system::config::PlatformLink;
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use crate::system::probe;
+use crate::system::root_settings;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::config::Env;
+use svc_http::request_id;
+use svc_machine::name::ImageVersion;
 
 /// A requested run waits for the lock: if it failed instead, the path unit would start it over and over.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);

@@ -15,18 +15,18 @@ use super::releases::InstallError;
 use super::services::{Services, ServicesError, Systemctl};
 use super::trust;
 use super::units::{self, UnitsError};
-use crate::applet::{Exit, Failure};
-use crate::chain::chain;
-use crate::config::Env;
-use crate::failpoint::{self, Injected};
-use crate::fsx::FileError;
-use crate::host::system::config;
-use crate::host::system::config::PlatformLink;
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::host::system::root_settings;
-use crate::machine::name::ImageVersion;
-use crate::store::bundle;
+use crate::system::config;
+use crate::system::config::PlatformLink;
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use crate::system::root_settings;
+use svc_base::applet::{Exit, Failure};
+use svc_base::chain::chain;
+use svc_base::config::Env;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
+use svc_machine::name::ImageVersion;
+use svc_store::bundle;
 
 /// Fail points of a boot.
 pub const POINTS: &[&str] = &[

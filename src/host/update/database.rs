@@ -8,11 +8,11 @@ use std::path::Path;
 use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::config::{env_line, parse_env_file};
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::system::config;
-use crate::host::system::layout::Layout;
+use crate::system::config;
+use crate::system::layout::Layout;
+use svc_base::config::{env_line, parse_env_file};
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
 
 /// The variable's name in the container's file. podman takes values literally, without quotes.
 const PASSWORD_VARIABLE: &str = "POSTGRES_PASSWORD";

@@ -13,12 +13,12 @@ use tokio::sync::mpsc;
 use tokio_util::io::ReaderStream;
 use url::Url;
 
-use crate::failpoint::{self, Injected};
-use crate::host::system::backoff::Backoff;
-use crate::host::system::config::PlatformLink;
-use crate::host::system::upgrade_token::UpgradeToken;
-use crate::http::client::{self, Deadlines};
-use crate::http::request_id;
+use crate::system::backoff::Backoff;
+use crate::system::config::PlatformLink;
+use crate::system::upgrade_token::UpgradeToken;
+use svc_base::failpoint::{self, Injected};
+use svc_http::client::{self, Deadlines};
+use svc_http::request_id;
 
 /// Timeout without progress, counted from the last byte.
 const STALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -125,7 +125,7 @@ async fn back_off(patience: &mut Backoff, error: DownloadError) -> Result<(), Do
     if !error.is_transient() {
         return Err(error);
     }
-    tracing::warn!(error = %crate::http::problem::chain(&error), "download interrupted; retrying");
+    tracing::warn!(error = %svc_http::problem::chain(&error), "download interrupted; retrying");
     patience.pause().await.map_err(|_| error)
 }
 

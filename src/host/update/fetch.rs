@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use super::download::{BundleSource, DownloadError};
 use super::releases::{InstallError, StagedRelease};
 use super::unpack::{self, UnpackError, UnpackLimits};
-use crate::failpoint::{self, Injected};
-use crate::fsx::FileError;
-use crate::host::system::layout::Layout;
-use crate::host::system::release;
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use crate::system::release;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
+use svc_machine::name::ImageVersion;
 
 /// Upper bound of the unpacked size, as a multiple of the archive's size.
 const UNPACKED_SIZE_FACTOR: u64 = 5;

@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use super::services::{Services, ServicesError, UnitState};
-use crate::host::system::probe::Gateway;
+use crate::system::probe::Gateway;
 
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
 /// Services that must run after an update if they ran before it.

@@ -10,11 +10,11 @@ use uuid::Uuid;
 
 use super::protocol::Outcome;
 use super::releases;
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::host::system::release;
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use crate::system::release;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_machine::name::ImageVersion;
 
 const FORMAT: u32 = 1;
 /// Maximum lines in the history.
@@ -39,7 +39,7 @@ pub struct HistoryEntry {
     pub format: u32,
     pub id: Uuid,
     pub from: ImageVersion,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub started_at: Timestamp,
     pub request_id: String,
     #[serde(flatten)]
@@ -105,7 +105,7 @@ struct ReleaseRecord {
 #[serde(rename_all = "camelCase")]
 pub struct QuarantinedRelease {
     pub version: ImageVersion,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub at: Timestamp,
     pub why: String,
 }
@@ -221,7 +221,7 @@ mod tests {
         let layout = Layout::new(dir.path());
         let outcome = Outcome {
             version: "2".parse().unwrap(),
-            outcome: crate::host::update::protocol::UpdateResult::RolledBack,
+            outcome: crate::update::protocol::UpdateResult::RolledBack,
             stage: "health".to_owned(),
             error: Some("x".to_owned()),
             at: Timestamp::UNIX_EPOCH,
@@ -237,7 +237,7 @@ mod tests {
         record(&layout, &entry).unwrap();
         record(&layout, &entry).unwrap();
         assert_eq!(history(&layout).unwrap(), std::slice::from_ref(&entry));
-        let last = crate::host::update::protocol::last(&layout).unwrap().unwrap();
+        let last = crate::update::protocol::last(&layout).unwrap().unwrap();
         assert_eq!((last.outcome, last.request_id.as_deref()), (outcome, Some("r")));
         let mut text = fs::read(history_path(&layout)).unwrap();
         text.extend(b"{\"torn");

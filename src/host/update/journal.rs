@@ -11,10 +11,10 @@ use uuid::Uuid;
 
 use super::protocol::SnapshotWait;
 use super::state::{Event, State};
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::machine::name::ImageVersion;
-use crate::store::bundle::KeySet;
+use crate::system::layout::Layout;
+use svc_base::fsx::{self, FileError};
+use svc_machine::name::ImageVersion;
+use svc_store::bundle::KeySet;
 
 const FORMAT: u32 = 1;
 /// Maximum attempts of one step.
@@ -68,7 +68,7 @@ pub struct Journal {
     pub id: Uuid,
     #[serde(flatten)]
     pub plan: Plan,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub started_at: Timestamp,
     /// Attempts of the current state.
     attempts: u32,

@@ -31,12 +31,12 @@ use std::process::ExitCode;
 
 use super::system::config::begin_log;
 use super::system::layout::Layout;
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::config::ConfigError;
-use crate::failpoint::Injected;
-use crate::fsx::FileError;
-use crate::http::request_id;
-use crate::machine::name::ImageVersion;
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::config::ConfigError;
+use svc_base::failpoint::Injected;
+use svc_base::fsx::FileError;
+use svc_http::request_id;
+use svc_machine::name::ImageVersion;
 
 pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
 pub use boot::POINTS;
@@ -77,7 +77,7 @@ impl From<UpdateError> for Failure {
 #[derive(clap::Parser)]
 #[command(
     name = "svc-update",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Fetches, verifies, unpacks and switches a release of the host software"
 )]
 struct Args {

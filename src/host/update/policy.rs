@@ -4,11 +4,11 @@ use jiff::Timestamp;
 
 use super::history;
 use super::journal::Allowances;
-use crate::clock::rfc3339_ms;
-use crate::host::system::layout::Layout;
-use crate::host::system::release::Release;
-use crate::machine::name::ImageVersion;
-use crate::store::bundle::Manifest;
+use crate::system::layout::Layout;
+use crate::system::release::Release;
+use svc_base::clock::rfc3339_ms;
+use svc_machine::name::ImageVersion;
+use svc_store::bundle::Manifest;
 
 /// Parts that a release must not drop: backup tools and the owner's desktop. No service fails without them, so the
 /// health check would miss their absence.

@@ -3,17 +3,17 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::http::request_id;
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use svc_base::fsx::{self, FileError};
+use svc_http::request_id;
+use svc_machine::name::ImageVersion;
 
 /// The request file, as the gateway and the sync agent write it.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UpdateRequest {
     pub image_version: ImageVersion,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub requested_at: Timestamp,
     request_id: String,
 }
@@ -26,7 +26,7 @@ impl UpdateRequest {
 
     /// Creates an update request under an earlier request id.
     pub fn under(request_id: String, image_version: ImageVersion) -> Self {
-        Self { image_version, requested_at: crate::clock::now_ms(), request_id }
+        Self { image_version, requested_at: svc_base::clock::now_ms(), request_id }
     }
 
     /// Writes the request; the unit that serves it removes the file.
@@ -40,7 +40,7 @@ impl UpdateRequest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotWait {
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub since: Timestamp,
     /// Why the last attempt failed; empty during the first attempt.
     pub why: String,
@@ -88,7 +88,7 @@ pub struct Outcome {
     pub stage: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    #[serde(with = "crate::clock::wire")]
+    #[serde(with = "svc_base::clock::wire")]
     pub at: Timestamp,
 }
 

@@ -4,12 +4,12 @@ use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::host::system::release;
-use crate::host::system::release::{Release, ReleaseError};
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use crate::system::release;
+use crate::system::release::{Release, ReleaseError};
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_machine::name::ImageVersion;
 
 /// Links beside `current` that the specification requires.
 const LINKS: [&str; 3] = ["bin", "app", "runtime"];

@@ -9,10 +9,10 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::http::request_id;
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use svc_base::fsx::{self, FileError};
+use svc_http::request_id;
+use svc_machine::name::ImageVersion;
 
 const MAX_REQUEST_BYTES: u64 = 4096;
 

@@ -11,9 +11,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::process::Command;
 
-use crate::config::Env;
-use crate::host::system::layout::Layout;
-use crate::host::system::systemd;
+use crate::system::layout::Layout;
+use crate::system::systemd;
+use svc_base::config::Env;
 
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
 const QUERY_TIMEOUT: Duration = Duration::from_secs(10);

@@ -14,14 +14,14 @@ use super::journal::Journal;
 use super::protocol::SnapshotWait;
 use super::request::read_untrusted;
 use super::services::Services;
-use crate::chain::chain;
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::snapshots::backup_progress::BackupProgress;
-use crate::host::system::backoff::{Backoff, DeadlinePassed};
-use crate::host::system::layout::Layout;
-use crate::machine::name::ImageVersion;
-use crate::store::key;
+use crate::snapshots::backup_progress::BackupProgress;
+use crate::system::backoff::{Backoff, DeadlinePassed};
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_machine::name::ImageVersion;
+use svc_store::key;
 
 /// The unit waits for a running backup and takes its snapshot after that.
 const BACKUP_UNIT: &str = "svc-db-backup-request.service";

@@ -8,12 +8,12 @@ use super::journal::Journal;
 use super::protocol;
 use super::protocol::{Outcome, SnapshotWait, UpdateResult};
 use super::releases;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::clock::rfc3339_ms;
-use crate::host::system::layout::Layout;
-use crate::host::system::release;
-use crate::host::system::release::{Component, Release};
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use crate::system::release;
+use crate::system::release::{Component, Release};
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::clock::rfc3339_ms;
+use svc_machine::name::ImageVersion;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {

@@ -5,11 +5,11 @@
 
 use super::UpdateError;
 use super::trusted_keys::TrustedKeyIds;
-use crate::config::{ConfigError, Env, with_env_lines};
-use crate::failpoint;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::store::bundle::KeySet;
+use crate::system::layout::Layout;
+use svc_base::config::{ConfigError, Env, with_env_lines};
+use svc_base::failpoint;
+use svc_base::fsx::{self, FileError};
+use svc_store::bundle::KeySet;
 
 /// Fail points of the adoption of a key set.
 pub const KEY_POINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];

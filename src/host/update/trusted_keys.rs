@@ -3,8 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::fsx::{self, FileError};
 
 /// `{"sequence":1,"ids":["614c4b637b092e93"]}`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

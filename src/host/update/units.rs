@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_machine::name::ImageVersion;
 
 const UNITS: &str = "etc/systemd/system";
 /// Directories below a release's `systemd/`, with their targets.

@@ -14,8 +14,8 @@ use bytes::{Buf, Bytes};
 use flate2::bufread::MultiGzDecoder;
 use tokio::sync::mpsc;
 
-use crate::host::system::tar_reader::EntryKind;
-use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
+use crate::system::tar_reader::EntryKind;
+use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
 
 /// Chunks between download and unpacker; each can have a few hundred KiB.
 const CHUNK_QUEUE_CAPACITY: usize = 2;

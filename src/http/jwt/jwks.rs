@@ -11,7 +11,7 @@ use serde_json::Value;
 use url::Url;
 
 use super::JwtError;
-use crate::http::problem::chain;
+use crate::problem::chain;
 
 /// Minimum interval between fetches for an unknown `kid`.
 const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);

@@ -12,10 +12,10 @@ use jsonwebtoken::{TokenData, decode, decode_header};
 use serde::Deserialize;
 use url::Url;
 
-use crate::machine::name::IdpUserId;
 #[cfg(feature = "fuzzing")]
 pub use jwks::read_keys;
 use jwks::{Jwks, VerifyingKey};
+use svc_machine::name::IdpUserId;
 
 /// Tolerated clock skew.
 pub const LEEWAY_SECONDS: i64 = 30;

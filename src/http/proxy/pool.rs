@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::body::RequestBody;
 use super::{Dial, Io, ProxyError, ProxyLimits};
-use crate::http::shards;
+use crate::shards;
 
 /// A connection: the sender of requests, and the future that drives it.
 pub(super) struct UpstreamConnection {

@@ -5,10 +5,10 @@ use proptest::sample::Index;
 
 use super::World;
 use super::operation::{CallResult, Decision};
-use crate::machine::epoch::Epoch;
-use crate::machine::event::{Event, RestoreMode};
-use crate::machine::name::ServerType;
-use crate::machine::state::State;
+use crate::epoch::Epoch;
+use crate::event::{Event, RestoreMode};
+use crate::name::ServerType;
+use crate::state::State;
 
 pub const SLOTS: usize = 2;
 

@@ -1,7 +1,7 @@
 //! The model of the provider: servers by machine, unique names, and creates that complete after their caller's
 //! timeout.
 
-use crate::machine::name::ServerType;
+use crate::name::ServerType;
 
 pub struct Server {
     pub machine: usize,

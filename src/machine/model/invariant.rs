@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Row, World};
-use crate::machine::state::State;
+use crate::state::State;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Violation {

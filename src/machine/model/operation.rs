@@ -2,9 +2,9 @@
 
 use super::World;
 use super::cloud::Power;
-use crate::machine::event::{CreationFailure, Event};
-use crate::machine::name::ServerType;
-use crate::machine::state::State;
+use crate::event::{CreationFailure, Event};
+use crate::name::ServerType;
+use crate::state::State;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {

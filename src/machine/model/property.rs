@@ -9,9 +9,9 @@ use proptest::test_runner::TestRunner;
 use super::action::{Action, SLOTS, actions};
 use super::invariant::{Violation, check_always, check_settled};
 use super::{Rules, World};
-use crate::machine::event::{Effect, Event};
-use crate::machine::state::{Machine, State, Status};
-use crate::machine::transition::{Outcome, Refusal, transition};
+use crate::event::{Effect, Event};
+use crate::state::{Machine, State, Status};
+use crate::transition::{Outcome, Refusal, transition};
 
 const SOUND_RULES: Rules = Rules {
     transition,

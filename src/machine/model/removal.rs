@@ -2,8 +2,8 @@
 
 use super::invariant::Violation;
 use super::{Row, World};
-use crate::machine::event::Event;
-use crate::machine::state::State;
+use crate::event::Event;
+use crate::state::State;
 
 impl World {
     /// Whether the server of a machine that left its slot is no longer kept. Retention times are ignored.

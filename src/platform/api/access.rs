@@ -8,12 +8,12 @@ use std::time::Duration;
 use http::Method;
 use serde_json::json;
 
-use crate::http::problem::{Code, Problem, chain};
-use crate::platform::context::Platform;
-use crate::platform::db;
-use crate::platform::db::operators::{TokenRow, TokenState};
-use crate::platform::operators::{Operator, Scope};
-use crate::platform::tokens;
+use crate::context::Platform;
+use crate::db;
+use crate::db::operators::{TokenRow, TokenState};
+use crate::operators::{Operator, Scope};
+use crate::tokens;
+use svc_http::problem::{Code, Problem, chain};
 
 /// Minimum interval between writes of `last_used_at`, so that not every request costs a write.
 const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);

@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, json_answer};
 use super::mutation::{AuditChange, Mutation, Reply};
-use crate::http::openapi::{Operation, Parameter, Place, fields, named, nullable, object, text, time};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::platform::alarms::{self, Alarm};
-use crate::platform::context::Platform;
-use crate::platform::db::{self};
+use crate::alarms::{self, Alarm};
+use crate::context::Platform;
+use crate::db::{self};
+use svc_http::openapi::{Operation, Parameter, Place, fields, named, nullable, object, text, time};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

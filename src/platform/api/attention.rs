@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::http::fields::Fields;
-use crate::http::openapi::{fields, matching, some_text};
+use svc_http::fields::Fields;
+use svc_http::openapi::{fields, matching, some_text};
 
 const MAX_ITEMS: usize = 16;
 const MAX_CODE_CHARS: usize = 40;

@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, json_answer};
-use crate::http::openapi::{Operation, Parameter, Place, array, nullable, object, text, text_to, time, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::platform::context::Platform;
-use crate::platform::db::audit::{self, AuditFilter, AuditRow};
+use crate::context::Platform;
+use crate::db::audit::{self, AuditFilter, AuditRow};
+use svc_http::openapi::{Operation, Parameter, Place, array, nullable, object, text, text_to, time, uuid};
+use svc_http::problem::{Code, Problem};
 
 const DEFAULT_PAGE_SIZE: usize = 100;
 const MAX_PAGE_SIZE: usize = 500;

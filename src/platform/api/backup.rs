@@ -14,17 +14,17 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
 use super::fault;
 use super::mutation::{AuditChange, Mutation, Reply};
-use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Operation, fields, object, time, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
-use crate::machine::state::Status;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self};
-use crate::platform::operations::{ask_host, last_backup};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self};
+use crate::operations::{ask_host, last_backup};
 use axum::routing::post;
+use svc_base::clock::{now_ms, rfc3339_ms};
+use svc_http::openapi::{Operation, fields, object, time, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::MachineId;
+use svc_machine::state::Status;
 
 /// The requested task of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

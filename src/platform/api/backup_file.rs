@@ -13,13 +13,13 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATE, OPERATOR};
 use super::mutation::{self, AuditChange};
 use super::{fault, object};
-use crate::http::openapi::{Operation, Parameter, Place, matching};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db;
-use crate::store::key::SlotPrefix;
+use crate::context::Platform;
+use crate::db;
+use svc_http::openapi::{Operation, Parameter, Place, matching};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::MachineId;
+use svc_store::key::SlotPrefix;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

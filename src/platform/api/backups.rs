@@ -11,21 +11,21 @@ use serde_json::{Value, json};
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, json_answer};
 use super::fault;
-use crate::clock::rfc3339_ms;
-use crate::http::openapi::{
-    Operation, Parameter, Place, array, boolean, count, matching, nullable, object, text, time, uuid,
-};
-use crate::http::problem::{Code, Problem, chain};
-use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::{self};
-use crate::store::bucket::StoreError;
-use crate::store::key::{SlotPrefix, SnapshotCursor};
-use crate::store::snapshots::{ListedSnapshot, Page, PageWindow};
-use crate::store::{pointer_io, snapshots};
+use crate::context::Platform;
+use crate::db::{self};
 use axum::routing::get;
 use http::Method;
+use svc_base::clock::rfc3339_ms;
+use svc_http::openapi::{
+    Operation, Parameter, Place, array, boolean, count, matching, nullable, object, text, time, uuid,
+};
+use svc_http::problem::{Code, Problem, chain};
+use svc_http::segments::Segments;
+use svc_machine::id::MachineId;
+use svc_store::bucket::StoreError;
+use svc_store::key::{SlotPrefix, SnapshotCursor};
+use svc_store::snapshots::{ListedSnapshot, Page, PageWindow};
+use svc_store::{pointer_io, snapshots};
 
 const DEFAULT_PAGE_SIZE: usize = 50;
 const MAX_PAGE_SIZE: usize = 200;
@@ -76,7 +76,7 @@ pub async fn handle(
         Ok::<_, Problem>((latest, page))
     };
     let (latest, page) =
-        tokio::time::timeout(STORE_TIMEOUT, read).await.map_err(|_| fault::store_unavailable())??;
+        tokio::time::timeout(STORE_TIMEOUT, read).await.map_err(|_| svc_store::problem::unavailable())??;
     let latest = latest.map(|latest| latest.key);
     let backups: Vec<Value> =
         page.records.iter().map(|record| backup_record(record, latest.as_deref())).collect();

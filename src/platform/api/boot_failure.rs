@@ -11,16 +11,16 @@ use super::call::{ApiCall, path_id, registration_rejected};
 use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, json_answer, status};
 use super::mutation::{self, AuditChange, Reply};
 use super::{fault, register};
-use crate::http::openapi::{Operation, extensible, fields, object, some_text, text_to, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, EventContext};
-use crate::untrusted_text;
+use crate::context::Platform;
+use crate::db::{self};
+use crate::lifecycle::{self, EventContext};
 use axum::routing::post;
+use svc_base::untrusted_text;
+use svc_http::openapi::{Operation, extensible, fields, object, some_text, text_to, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
 
 const MAX_STAGE_CHARS: usize = 64;
 

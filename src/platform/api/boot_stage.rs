@@ -13,16 +13,16 @@ use serde_json::{Value, json};
 use super::call::{ApiCall, path_id, registration_rejected};
 use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
-use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::fields::Fields;
-use crate::http::openapi::{Answer, Content, Operation, count, extensible, fields, one_of};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, DbError, machine_changes};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, DbError, machine_changes};
 use axum::routing::post;
+use svc_base::clock::{now_ms, rfc3339_ms};
+use svc_http::fields::Fields;
+use svc_http::openapi::{Answer, Content, Operation, count, extensible, fields, one_of};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::MachineId;
 
 /// Maximum number of stored stages; a host in a boot loop reports the same ones repeatedly.
 const MAX_STAGES: usize = 20;

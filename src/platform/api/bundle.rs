@@ -10,12 +10,12 @@ use http::Method;
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, HOST, OPERATOR, READ};
 use super::object;
-use crate::http::openapi::{Operation, Parameter, Place, one_of, text};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::name::ImageVersion;
-use crate::platform::context::Platform;
-use crate::store::key::{self, BUNDLE_FILE};
+use crate::context::Platform;
+use svc_http::openapi::{Operation, Parameter, Place, one_of, text};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::name::ImageVersion;
+use svc_store::key::{self, BUNDLE_FILE};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

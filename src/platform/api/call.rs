@@ -14,15 +14,15 @@ use sha2::{Digest, Sha256};
 
 use super::access::{self, Access, unauthorized};
 use super::refused_hosts;
-use crate::http::fields::Fields;
-use crate::http::problem::{Code, Problem};
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self};
-use crate::platform::operators::Operator;
-use crate::platform::token_rotation::TokenStatus;
-use crate::platform::tokens::{self, Purpose};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self};
+use crate::operators::Operator;
+use crate::token_rotation::TokenStatus;
+use crate::tokens::{self, Purpose};
+use svc_http::fields::Fields;
+use svc_http::problem::{Code, Problem};
+use svc_machine::id::MachineId;
 
 /// Maximum body size of the platform's API.
 pub const MAX_BODY_BYTES: usize = 64 << 10;

@@ -16,23 +16,21 @@ use super::endpoint::{
 use super::fault;
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, AuditChange, Mutation, Reply};
-use crate::clock::rfc3339_ms;
-use crate::http::fields::Fields;
-use crate::http::openapi::{
-    Operation, Parameter, Place, boolean, nullable, object, one_of, text, time, uuid,
-};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::event::Event;
-use crate::machine::id::{MachineId, OperationId};
-use crate::platform::context::Platform;
-use crate::platform::copies;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::operations::OperationRow;
-use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, Change, EventContext};
-use crate::platform::operations::OperationOptions;
+use crate::context::Platform;
+use crate::copies;
+use crate::db::machine_row::MachineRow;
+use crate::db::operations::OperationRow;
+use crate::db::{self, DbError};
+use crate::lifecycle::{self, Change, EventContext};
+use crate::operations::OperationOptions;
 use axum::routing::delete as delete_route;
+use svc_base::clock::rfc3339_ms;
+use svc_http::fields::Fields;
+use svc_http::openapi::{Operation, Parameter, Place, boolean, nullable, object, one_of, text, time, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::event::Event;
+use svc_machine::id::{MachineId, OperationId};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

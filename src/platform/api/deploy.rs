@@ -17,17 +17,17 @@ use super::endpoint::{
 };
 use super::fault;
 use super::mutation::{AuditChange, Mutation, Reply};
-use crate::http::fields::Fields;
-use crate::http::openapi::{Answer, Operation, Parameter, Place, array, fields, named, object, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::RolloutId;
-use crate::machine::name::{Handle, ImageVersion};
-use crate::platform::context::Platform;
-use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
-use crate::platform::db::{self};
-use crate::platform::rollouts::plan;
-use crate::store::bundle::{self, BundleUnusable};
+use crate::context::Platform;
+use crate::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
+use crate::db::{self};
+use crate::rollouts::plan;
+use svc_http::fields::Fields;
+use svc_http::openapi::{Answer, Operation, Parameter, Place, array, fields, named, object, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::RolloutId;
+use svc_machine::name::{Handle, ImageVersion};
+use svc_store::bundle::{self, BundleUnusable};
 
 const MAX_COUNT: u64 = 1000;
 const MAX_HANDLES: usize = 1000;

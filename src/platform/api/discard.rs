@@ -13,15 +13,15 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OP
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
 use super::shape;
-use crate::clock::rfc3339_ms;
-use crate::http::openapi::{Operation, boolean, fields};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::{MachineId, OperationId};
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, machine_changes};
-use crate::platform::operations::OperationKind;
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, machine_changes};
+use crate::operations::OperationKind;
+use svc_base::clock::rfc3339_ms;
+use svc_http::openapi::{Operation, boolean, fields};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::{MachineId, OperationId};
 
 /// Whether data that no snapshot contains may be lost.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 pub use super::access::Access;
 pub use super::shape::*;
-use crate::http::openapi::{
-    Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, matching, uuid,
-};
-use crate::platform::context::Platform;
-use crate::platform::operators::Scope;
+use crate::context::Platform;
+use crate::operators::Scope;
 use axum::routing::MethodRouter;
 use axum::{Extension, Router};
 use serde_json::Value;
+use svc_http::openapi::{
+    Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, matching, uuid,
+};
 
 /// One method of one path, its access and its handler.
 pub struct Endpoint {

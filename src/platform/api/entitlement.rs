@@ -3,13 +3,13 @@
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
 
-use crate::config::Flag;
-use crate::http::problem::{Code, Problem};
-use crate::machine::name::{IdpUserId, ServerType, Slot};
-use crate::machine::plan::Plan;
-use crate::platform::context::Platform;
-use crate::platform::db;
-use crate::platform::db::machine_row::{MachineKind, MachineRow};
+use crate::context::Platform;
+use crate::db;
+use crate::db::machine_row::{MachineKind, MachineRow};
+use svc_base::config::Flag;
+use svc_http::problem::{Code, Problem};
+use svc_machine::name::{IdpUserId, ServerType, Slot};
+use svc_machine::plan::Plan;
 
 /// Ensures that the slot has an active subscription whose plan includes the server type.
 ///

@@ -10,15 +10,15 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OP
 use super::fault;
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
-use crate::http::openapi::{Operation, fields, named, text_to};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::lifecycle::{self, Change, EventContext};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
+use svc_http::openapi::{Operation, fields, named, text_to};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
 
 const MAX_REASON_CHARS: usize = 1024;
 /// The failure stage of a machine that an operator failed.

@@ -1,14 +1,13 @@
 //! Maps internal errors to problems. The caller gets the code; details are logged under the request id.
 
-use crate::http::problem::{Code, Problem, chain};
-use crate::machine::state::Status;
-use crate::machine::transition::Refusal;
-use crate::platform::db::DbError;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::lifecycle::LifecycleError;
-use crate::provider::ProviderError;
-use crate::store::StoreError;
-use crate::store::snapshot::SnapshotUnusable;
+use crate::db::DbError;
+use crate::db::machine_row::MachineRow;
+use crate::lifecycle::LifecycleError;
+use svc_http::problem::{Code, Problem, chain};
+use svc_machine::state::Status;
+use svc_machine::transition::Refusal;
+use svc_provider::ProviderError;
+use svc_store::snapshot::SnapshotUnusable;
 
 impl From<DbError> for Problem {
     fn from(error: DbError) -> Self {
@@ -18,18 +17,6 @@ impl From<DbError> for Problem {
         tracing::warn!(error = %chain(&error), "database error");
         Self::new(Code::DatabaseUnavailable, "The database is unreachable; try again.").retry_after(2)
     }
-}
-
-impl From<StoreError> for Problem {
-    fn from(error: StoreError) -> Self {
-        tracing::warn!(error = %chain(&error), "object store error");
-        store_unavailable()
-    }
-}
-
-pub fn store_unavailable() -> Problem {
-    Problem::new(Code::StoreUnavailable, "The object store is unreachable; nothing was changed.")
-        .retry_after(5)
 }
 
 /// The problem of an unusable snapshot or an unavailable store.

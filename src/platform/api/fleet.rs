@@ -12,19 +12,19 @@ use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, OPERATOR, READ, handle_name, idp_user_id, json_answer, slot_name, status,
 };
-use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{
-    Operation, array, boolean, count, named, nullable, object, one_of, text, time, uuid,
-};
-use crate::http::problem::{Code, Problem};
-use crate::platform::alarms;
-use crate::platform::context::Platform;
-use crate::platform::db::operations::OverdueOperation;
-use crate::platform::db::{self, rollouts};
-use crate::platform::{bundle_keys, ended_machines, fleet};
+use crate::alarms;
+use crate::context::Platform;
+use crate::db::operations::OverdueOperation;
+use crate::db::{self, rollouts};
+use crate::{bundle_keys, ended_machines, fleet};
 use axum::routing::get;
 use http::Method;
 use serde_json::{Value, json};
+use svc_base::clock::{now_ms, rfc3339_ms};
+use svc_http::openapi::{
+    Operation, array, boolean, count, named, nullable, object, one_of, text, time, uuid,
+};
+use svc_http::problem::{Code, Problem};
 
 /// An operation that has been running for longer needs attention.
 const OPERATION_OVERDUE: Duration = Duration::from_secs(1800);

@@ -2,15 +2,15 @@
 //! was switched off and sends heartbeats has been switched on.
 
 use super::mutation::{self, AuditChange};
-use crate::http::problem::chain;
-use crate::machine::epoch::Epoch;
-use crate::machine::event::Event;
-use crate::machine::state::Status;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, machine_server};
-use crate::platform::lifecycle::{self, Change, EventContext};
-use crate::provider::{ServerId, ServerStatus};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, machine_server};
+use crate::lifecycle::{self, Change, EventContext};
+use svc_http::problem::chain;
+use svc_machine::epoch::Epoch;
+use svc_machine::event::Event;
+use svc_machine::state::Status;
+use svc_provider::{ServerId, ServerStatus};
 
 /// Returns a machine with a healthy host to service after its resize failed, or after it got its slot back, with the type
 /// that the provider reports. On an error, the next heartbeat retries.

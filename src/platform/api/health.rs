@@ -14,12 +14,12 @@ use object_store::path::Path;
 use serde_json::json;
 
 use super::endpoint::{Access, Endpoint, component_status, json_answer};
-use crate::http::openapi::{Operation, count, nullable, object, one_of};
-use crate::http::problem::chain;
-use crate::platform::context::Platform;
-use crate::platform::db::{self};
-use crate::platform::router::RoutesState;
+use crate::context::Platform;
+use crate::db::{self};
+use crate::router::RoutesState;
 use axum::routing::get;
+use svc_http::openapi::{Operation, count, nullable, object, one_of};
+use svc_http::problem::chain;
 
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 

@@ -19,30 +19,30 @@ use super::endpoint::{
 use super::heal;
 use super::mutation::{self, AuditChange};
 use super::register::{self, HostRegistration};
-use crate::failpoint;
-use crate::http::fields::Fields;
-use crate::http::openapi::{
+use crate::context::Platform;
+use crate::db::machine_changes::{self, Heartbeat, TrustedKeys};
+use crate::db::machine_row::MachineRow;
+use crate::db::machine_server;
+use crate::db::upgrade_token;
+use crate::db::{self};
+use crate::operations::later_holder;
+use crate::token_rotation::{TokenOffer, TokenStatus, UpgradeToken};
+use crate::tokens::{Generation, Purpose};
+use axum::routing::post;
+use http::Method;
+use svc_base::failpoint;
+use svc_base::untrusted_text;
+use svc_http::fields::Fields;
+use svc_http::openapi::{
     Operation, any_text, array, boolean, count, extensible, fields, matching, nullable, object, one_of, text,
     uuid,
 };
-use crate::http::problem::{Code, Problem, chain};
-use crate::http::segments::Segments;
-use crate::machine::epoch::{Epoch, MAX_EPOCH};
-use crate::machine::id::MachineId;
-use crate::machine::name::ImageVersion;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_changes::{self, Heartbeat, TrustedKeys};
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::machine_server;
-use crate::platform::db::upgrade_token;
-use crate::platform::db::{self};
-use crate::platform::operations::later_holder;
-use crate::platform::token_rotation::{TokenOffer, TokenStatus, UpgradeToken};
-use crate::platform::tokens::{Generation, Purpose};
-use crate::store::bundle::MAX_KEYS;
-use crate::untrusted_text;
-use axum::routing::post;
-use http::Method;
+use svc_http::problem::{Code, Problem, chain};
+use svc_http::segments::Segments;
+use svc_machine::epoch::{Epoch, MAX_EPOCH};
+use svc_machine::id::MachineId;
+use svc_machine::name::ImageVersion;
+use svc_store::bundle::MAX_KEYS;
 
 /// Maximum number of proof keys that a host acknowledges.
 const MAX_PROOF_KIDS: usize = 16;
@@ -276,7 +276,7 @@ pub async fn read_body(body: Vec<u8>) -> Result<Value, Problem> {
         "checks": report.checks,
         "updating": report.updating,
         "attention": report.attention,
-        "backupTakenAt": report.backup_taken_at.map(crate::clock::rfc3339_ms),
+        "backupTakenAt": report.backup_taken_at.map(svc_base::clock::rfc3339_ms),
         "epoch": report.epoch,
         "proofKids": report.proof_kids,
         "hasRegistration": report.registration.is_some(),
@@ -386,9 +386,9 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     let verified = taken_at.filter(|_| status == "success");
     let record = json!({
         "status": status,
-        "beganAt": began_at.map(crate::clock::rfc3339_ms),
+        "beganAt": began_at.map(svc_base::clock::rfc3339_ms),
         "key": key,
-        "takenAt": taken_at.map(crate::clock::rfc3339_ms),
+        "takenAt": taken_at.map(svc_base::clock::rfc3339_ms),
         "sizeBytes": size,
         "error": error,
     });
@@ -408,7 +408,7 @@ fn last_update(fields: &mut Fields) -> Option<Value> {
     let error = inner.reported("error");
     let at = inner.required_time("at");
     fields.close(inner);
-    let mut record = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": crate::clock::rfc3339_ms(at?)});
+    let mut record = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": svc_base::clock::rfc3339_ms(at?)});
     if let Some(error) = error {
         record["error"] = error.into();
     }
@@ -440,7 +440,7 @@ fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
     let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
     let error = inner.reported("error");
     checks.close(inner);
-    let at = crate::clock::rfc3339_ms(at?);
+    let at = svc_base::clock::rfc3339_ms(at?);
     Some(json!({"status": status?, "at": at, "key": key, "damaged": damaged, "error": error}))
 }
 

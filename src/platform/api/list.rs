@@ -11,15 +11,13 @@ use super::call::ApiCall;
 use super::endpoint::{
     Access, CURSOR, Endpoint, OPERATOR, READ, handle_name, idp_user_id, json_answer, slot_name, status,
 };
-use crate::http::openapi::{
-    Operation, Parameter, Place, array, boolean, named, nullable, object, text, uuid,
-};
-use crate::http::problem::{Code, Problem};
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::machines::{self, MachineFilter, MachineScope};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::machines::{self, MachineFilter, MachineScope};
 use axum::routing::get;
 use http::Method;
+use svc_http::openapi::{Operation, Parameter, Place, array, boolean, named, nullable, object, text, uuid};
+use svc_http::problem::{Code, Problem};
 
 const DEFAULT_PAGE_SIZE: usize = 100;
 const MAX_PAGE_SIZE: usize = 500;

@@ -1,10 +1,10 @@
 //! Locations for a new machine's server: the requested one, and fallbacks.
 
-use crate::http::fields::Fields;
-use crate::http::problem::{Problem, chain};
-use crate::machine::name::Location;
-use crate::platform::config::MAX_FALLBACK_LOCATIONS;
-use crate::platform::context::Platform;
+use crate::config::MAX_FALLBACK_LOCATIONS;
+use crate::context::Platform;
+use svc_http::fields::Fields;
+use svc_http::problem::{Problem, chain};
+use svc_machine::name::Location;
 
 /// The locations of a request; `None` means the platform's default.
 #[derive(Debug, Clone, Default)]

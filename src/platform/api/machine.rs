@@ -10,15 +10,15 @@ use serde_json::Value;
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATOR, READ, json_answer, machine_with_operations};
 use super::{fault, operation};
-use crate::http::openapi::Operation;
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::copies::{self, Copies};
-use crate::platform::db::{self};
+use crate::context::Platform;
+use crate::copies::{self, Copies};
+use crate::db::{self};
 use axum::routing::get;
 use http::Method;
+use svc_http::openapi::Operation;
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

@@ -9,11 +9,11 @@ use serde_json::Value;
 use super::call::{ApiCall, path_id};
 use super::fault;
 use super::mutation::{AuditChange, Mutation, Reply};
-use crate::http::problem::Problem;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db;
-use crate::platform::db::machine_row::MachineRow;
+use crate::context::Platform;
+use crate::db;
+use crate::db::machine_row::MachineRow;
+use svc_http::problem::Problem;
+use svc_machine::id::MachineId;
 
 /// An operator's request to change one machine. Its body and query have not been parsed yet.
 pub struct ChangeRequest {

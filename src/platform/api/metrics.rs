@@ -10,11 +10,11 @@ use http::{Method, header};
 
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, METRICS, OPERATOR};
-use crate::http::openapi::{Answer, Content, Operation};
-use crate::http::problem::{Code, Problem};
-use crate::metrics::{MEDIA_TYPE, Scrape};
-use crate::platform::context::Platform;
-use crate::platform::measure;
+use crate::context::Platform;
+use crate::measure;
+use svc_base::metrics::{MEDIA_TYPE, Scrape};
+use svc_http::openapi::{Answer, Content, Operation};
+use svc_http::problem::{Code, Problem};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

@@ -60,9 +60,9 @@ use serde_json::{Value, json};
 use self::endpoint::{Access, Endpoint, OPERATOR, json_answer};
 use super::context::Platform;
 use super::router;
-use crate::http::observe::{self, Listener};
-use crate::http::openapi::{self, Api, Operation};
-use crate::http::problem::{Code, Problem};
+use svc_http::observe::{self, Listener};
+use svc_http::openapi::{self, Api, Operation};
+use svc_http::problem::{Code, Problem};
 
 /// All routes, in the order of the OpenAPI document.
 pub static ENDPOINTS: [&Endpoint; 51] = [

@@ -12,13 +12,13 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::call::ApiCall;
-use crate::http::problem::{Code, Problem};
-use crate::http::request_id;
-use crate::machine::id::{MachineId, OperationId};
-use crate::platform::context::Platform;
-use crate::platform::db::idempotency::StoredResponse;
-use crate::platform::db::{self, DbError};
-use crate::platform::operators::{Operator, PLATFORM_SECRET_ACTOR};
+use crate::context::Platform;
+use crate::db::idempotency::StoredResponse;
+use crate::db::{self, DbError};
+use crate::operators::{Operator, PLATFORM_SECRET_ACTOR};
+use svc_http::problem::{Code, Problem};
+use svc_http::request_id;
+use svc_machine::id::{MachineId, OperationId};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 

@@ -10,10 +10,9 @@ use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore};
 
 use super::call::ApiCall;
-use super::fault;
-use crate::http::openapi::{Answer, Content};
-use crate::http::problem::{Code, Problem};
-use crate::store::Bucket;
+use svc_http::openapi::{Answer, Content};
+use svc_http::problem::{Code, Problem};
+use svc_store::Bucket;
 
 /// The responses of a route that serves an object.
 pub const ANSWERS: [Answer; 3] = [
@@ -64,7 +63,7 @@ pub async fn serve(
     };
     let got = bucket.raw().get_opts(object, options).await.map_err(|error| {
         tracing::warn!(%error, key = %object, "cannot read an object");
-        fault::store_unavailable()
+        svc_store::problem::unavailable()
     })?;
     Ok((status, headers, Body::from_stream(got.into_stream())).into_response())
 }

@@ -10,15 +10,15 @@ use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, OPERATOR, READ, json_answer};
-use crate::http::openapi::{Operation, Parameter, Place, named, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::OperationId;
-use crate::platform::context::Platform;
-use crate::platform::db::operations::OperationRow;
-use crate::platform::db::{self, DbError};
+use crate::context::Platform;
+use crate::db::operations::OperationRow;
+use crate::db::{self, DbError};
 use axum::routing::get;
 use http::Method;
+use svc_http::openapi::{Operation, Parameter, Place, named, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::OperationId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

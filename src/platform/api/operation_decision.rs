@@ -15,21 +15,21 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, json_answer};
 use super::mutation::{AuditChange, Mutation, Reply};
 use super::{fault, operation, restorable, undelete};
-use crate::clock::rfc3339_ms;
-use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, matching, named, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::event::Event;
-use crate::machine::id::OperationId;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::operations::OperationRow;
-use crate::platform::db::{self, machine_changes};
-use crate::platform::lifecycle::{self, EventContext};
-use crate::platform::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
-use crate::platform::operations::{OperationKind, OperationOptions, Step, later_holder};
-use crate::store::key::{SlotPrefix, SnapshotKey};
-use crate::store::snapshot;
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::operations::OperationRow;
+use crate::db::{self, machine_changes};
+use crate::lifecycle::{self, EventContext};
+use crate::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
+use crate::operations::{OperationKind, OperationOptions, Step, later_holder};
+use svc_base::clock::rfc3339_ms;
+use svc_http::openapi::{Operation, Parameter, Place, boolean, fields, matching, named, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::event::Event;
+use svc_machine::id::OperationId;
+use svc_store::key::{SlotPrefix, SnapshotKey};
+use svc_store::snapshot;
 
 /// Timeout of reading the record of a snapshot.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -112,8 +112,9 @@ async fn apply_decision(
         drop(session);
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
         let record = snapshot::by_key(&platform.bucket, &slot, key.as_str());
-        let record =
-            tokio::time::timeout(STORE_TIMEOUT, record).await.map_err(|_| fault::store_unavailable())?;
+        let record = tokio::time::timeout(STORE_TIMEOUT, record)
+            .await
+            .map_err(|_| svc_store::problem::unavailable())?;
         restorable::ensure_fits_disk(
             platform,
             &record.map_err(fault::snapshot_unusable)?,

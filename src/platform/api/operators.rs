@@ -16,19 +16,19 @@ use serde_json::{Value, json};
 use super::call::ApiCall;
 use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, json_answer};
 use super::mutation::{AuditChange, Mutation, Reply};
-use crate::http::fields::Fields;
-use crate::http::openapi::{
+use crate::context::Platform;
+use crate::db;
+use crate::db::operators::{NewToken, OperatorRow};
+use crate::operators::{Operator, Scope, Scopes};
+use crate::tokens;
+use svc_http::fields::Fields;
+use svc_http::openapi::{
     Operation, Parameter, Place, array, fields, matching, named, nullable, object, one_of, text, time,
 };
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::OperatorTokenId;
-use crate::machine::name::OperatorName;
-use crate::platform::context::Platform;
-use crate::platform::db;
-use crate::platform::db::operators::{NewToken, OperatorRow};
-use crate::platform::operators::{Operator, Scope, Scopes};
-use crate::platform::tokens;
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::OperatorTokenId;
+use svc_machine::name::OperatorName;
 
 const DAY_SECONDS: u64 = 86_400;
 const DEFAULT_TTL_SECONDS: u64 = 90 * DAY_SECONDS;
@@ -194,7 +194,7 @@ fn seconds(fields: &mut Fields, name: &str, min: u64, max: u64, default: u64) ->
 }
 
 fn path_name(name: &str) -> Result<OperatorName, Problem> {
-    name.parse().map_err(|why: crate::machine::name::NameError| Problem::field("operator", why.to_string()))
+    name.parse().map_err(|why: svc_machine::name::NameError| Problem::field("operator", why.to_string()))
 }
 
 fn not_found(name: &OperatorName) -> Problem {

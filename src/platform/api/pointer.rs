@@ -20,22 +20,21 @@ use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, idp_user_id, json_answer, slot_name,
 };
-use super::fault;
 use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::shape;
-use crate::clock::rfc3339_ms;
-use crate::http::fields::Fields;
-use crate::http::openapi::{
+use crate::context::Platform;
+use crate::db::{self, DbError};
+use crate::tokens::TokenMint;
+use svc_base::clock::rfc3339_ms;
+use svc_http::fields::Fields;
+use svc_http::openapi::{
     Operation, Parameter, Place, boolean, count, fields, matching, nullable, object, one_of, text,
 };
-use crate::http::problem::{Code, Problem};
-use crate::machine::name::{IdpUserId, Slot};
-use crate::platform::context::Platform;
-use crate::platform::db::{self, DbError};
-use crate::platform::tokens::TokenMint;
-use crate::store::key::{SlotPrefix, SnapshotKey};
-use crate::store::pointer::Pointer;
-use crate::store::pointer_repair::{
+use svc_http::problem::{Code, Problem};
+use svc_machine::name::{IdpUserId, Slot};
+use svc_store::key::{SlotPrefix, SnapshotKey};
+use svc_store::pointer::Pointer;
+use svc_store::pointer_repair::{
     self, CurrentFence, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord,
 };
 
@@ -263,7 +262,8 @@ async fn inspect(
 }
 
 async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
-    let result = tokio::time::timeout(STORE_TIMEOUT, work).await.map_err(|_| fault::store_unavailable())?;
+    let result =
+        tokio::time::timeout(STORE_TIMEOUT, work).await.map_err(|_| svc_store::problem::unavailable())?;
     result.map_err(|error| match error {
         RepairError::Store(error) => error.into(),
         error @ RepairError::Unusable { .. } => Problem::new(Code::SnapshotUnusable, format!("{error}.")),

@@ -18,15 +18,15 @@ use super::endpoint::{
 use super::fault;
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
-use crate::http::openapi::{Operation, fields, nullable, object, one_of, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::{MachineId, OperationId};
-use crate::machine::state::Status;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, machine_server};
-use crate::platform::operations::{OperationKind, OperationOptions};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, machine_server};
+use crate::operations::{OperationKind, OperationOptions};
+use svc_http::openapi::{Operation, fields, nullable, object, one_of, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::state::Status;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PowerAction {

@@ -20,22 +20,22 @@ use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::restorable::EmptyStart;
 use super::{entitlement, fault, provision, restorable, shape};
-use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::machine::epoch::Epoch;
-use crate::machine::event::{Event, RestoreMode};
-use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
-use crate::machine::state::Status;
-use crate::platform::context::Platform;
-use crate::platform::copies;
-use crate::platform::db::machine_row::{MachineKind, MachineRow};
-use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, EventContext, MachineRequest};
-use crate::platform::operations::OperationOptions;
-use crate::store::key::{SlotPrefix, SnapshotKey};
-use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
+use crate::context::Platform;
+use crate::copies;
+use crate::db::machine_row::{MachineKind, MachineRow};
+use crate::db::{self};
+use crate::lifecycle::{self, Change, EventContext, MachineRequest};
+use crate::operations::OperationOptions;
 use axum::routing::post;
+use svc_http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_machine::epoch::Epoch;
+use svc_machine::event::{Event, RestoreMode};
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::state::Status;
+use svc_store::key::{SlotPrefix, SnapshotKey};
+use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 struct RecoveryRequest {
     user: IdpUserId,

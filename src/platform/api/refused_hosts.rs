@@ -5,10 +5,10 @@
 
 use serde_json::json;
 
-use crate::platform::alarms::{self, Alarm};
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::tokens::{Purpose, TokenClaim};
+use crate::alarms::{self, Alarm};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::tokens::{Purpose, TokenClaim};
 
 /// Reports a rejected token, unless the platform issued it and it has expired.
 pub async fn report_rejected_token(

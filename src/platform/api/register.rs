@@ -18,23 +18,23 @@ use subtle::ConstantTimeEq;
 use super::call::{ApiCall, registration_rejected};
 use super::endpoint::{Access, Endpoint, REGISTRATION, image_version, json_answer, sha256};
 use super::mutation::{self, AuditChange};
-use crate::http::fields::Fields;
-use crate::http::openapi::{Operation, count, extensible, fields, object, one_of, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::tls::SpkiPin;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::machine::name::ImageVersion;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_changes::{self, Registration};
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, EventContext, LifecycleError};
-use crate::platform::operations::later_holder;
-use crate::platform::tokens;
-use crate::store::bundle::parse_digest;
+use crate::context::Platform;
+use crate::db::machine_changes::{self, Registration};
+use crate::db::machine_row::MachineRow;
+use crate::db::{self};
+use crate::lifecycle::{self, EventContext, LifecycleError};
+use crate::operations::later_holder;
+use crate::tokens;
 use axum::routing::post;
 use http::Method;
+use svc_http::fields::Fields;
+use svc_http::openapi::{Operation, count, extensible, fields, object, one_of, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::tls::SpkiPin;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
+use svc_machine::name::ImageVersion;
+use svc_store::bundle::parse_digest;
 
 /// A host's registration.
 pub struct HostRegistration {

@@ -16,19 +16,19 @@ use super::endpoint::{
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::{entitlement, fault, restorable};
-use crate::http::openapi::{Operation, fields, nullable, object, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::event::Event;
-use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::ServerType;
-use crate::machine::transition::{Outcome, transition};
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, EventContext, LifecycleError};
-use crate::provider::{ServerId, ServerTypeInfo};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self};
+use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use axum::routing::post;
+use svc_http::openapi::{Operation, fields, nullable, object, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::event::Event;
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::ServerType;
+use svc_machine::transition::{Outcome, transition};
+use svc_provider::{ServerId, ServerTypeInfo};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

@@ -4,18 +4,18 @@ use deadpool_postgres::GenericClient;
 use serde_json::json;
 
 use super::fault;
-use crate::clock::rfc3339_ms;
-use crate::http::fields::Fields;
-use crate::http::problem::{Code, Problem, chain};
-use crate::machine::epoch::Epoch;
-use crate::machine::name::{IdpUserId, ServerType, Slot};
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, DbError};
-use crate::platform::operations::later_holder::{self, FenceClaim, LaterHolder, LookupError};
-use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{SideRecord, SnapshotUnusable};
-use crate::store::{StoreError, epochs, pointer_io};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, DbError};
+use crate::operations::later_holder::{self, FenceClaim, LaterHolder, LookupError};
+use svc_base::clock::rfc3339_ms;
+use svc_http::fields::Fields;
+use svc_http::problem::{Code, Problem, chain};
+use svc_machine::epoch::Epoch;
+use svc_machine::name::{IdpUserId, ServerType, Slot};
+use svc_store::key::SlotPrefix;
+use svc_store::snapshot::{SideRecord, SnapshotUnusable};
+use svc_store::{StoreError, epochs, pointer_io};
 
 /// Whether a slot without any snapshot may start with an empty database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,18 +13,18 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OP
 use super::fault;
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
-use crate::http::openapi::{Operation, named};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::machine::name::ServerType;
-use crate::machine::state::Status;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, EventContext};
-use crate::provider::{ServerId, ServerStatus};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self};
+use crate::lifecycle::{self, Change, EventContext};
+use svc_http::openapi::{Operation, named};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
+use svc_machine::name::ServerType;
+use svc_machine::state::Status;
+use svc_provider::{ServerId, ServerStatus};
 
 /// Maximum age of the last heartbeat of a live host.
 const MAX_HEARTBEAT_AGE: SignedDuration = SignedDuration::from_mins(2);

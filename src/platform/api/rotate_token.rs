@@ -14,13 +14,13 @@ use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{AuditChange, Mutation, Reply};
-use crate::http::openapi::{Operation, count, named, object};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, upgrade_token};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, upgrade_token};
+use svc_http::openapi::{Operation, count, named, object};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

@@ -2,15 +2,15 @@
 
 use serde_json::{Value, json};
 
-use crate::http::openapi::{
+use crate::config::MAX_FALLBACK_LOCATIONS;
+use crate::db::rollouts::RolloutState;
+use crate::rollouts::plan::MemberState;
+use svc_http::openapi::{
     any_text, array, boolean, count, fields, matching, named, nullable, object, one_of, text, time, uuid,
 };
-use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
-use crate::machine::plan::Plan;
-use crate::machine::state::{FailureCause, Status};
-use crate::platform::config::MAX_FALLBACK_LOCATIONS;
-use crate::platform::db::rollouts::RolloutState;
-use crate::platform::rollouts::plan::MemberState;
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::plan::Plan;
+use svc_machine::state::{FailureCause, Status};
 
 pub fn status() -> Value {
     one_of(&Status::ALL.map(Status::as_str))

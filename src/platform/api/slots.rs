@@ -14,13 +14,13 @@ use super::endpoint::{
     slot_name,
 };
 use super::mutation::{AuditChange, Mutation, Reply};
-use crate::http::openapi::{Operation, Parameter, Place, array, fields, named, object, one_of, time};
-use crate::http::problem::{Code, Problem};
-use crate::machine::name::Slot;
-use crate::platform::context::Platform;
-use crate::platform::db::slots::{self, SlotRow};
-use crate::platform::db::{self};
+use crate::context::Platform;
+use crate::db::slots::{self, SlotRow};
+use crate::db::{self};
 use axum::routing;
+use svc_http::openapi::{Operation, Parameter, Place, array, fields, named, object, one_of, time};
+use svc_http::problem::{Code, Problem};
+use svc_machine::name::Slot;
 
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;

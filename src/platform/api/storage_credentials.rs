@@ -12,16 +12,16 @@ use http::header::{CACHE_CONTROL, HeaderValue};
 use super::access::unauthorized;
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, json_answer};
-use super::{fault, heartbeat};
-use crate::http::openapi::{Operation, nullable, object, text, time};
-use crate::http::problem::{Code, Problem, chain};
-use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::host_store::SessionGrant;
+use super::heartbeat;
+use crate::context::Platform;
+use crate::host_store::SessionGrant;
 use axum::routing::post;
 use http::Method;
 use serde_json::Value;
+use svc_http::openapi::{Operation, nullable, object, text, time};
+use svc_http::problem::{Code, Problem, chain};
+use svc_http::segments::Segments;
+use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -47,7 +47,7 @@ pub async fn handle(
     };
     let access = platform.host_store.access(&machine, grant).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %chain(&error), "cannot issue storage credentials");
-        fault::store_unavailable()
+        svc_store::problem::unavailable()
     })?;
     let credentials =
         access.wire().ok_or_else(|| Problem::new(Code::Disabled, "The store does not use credentials."))?;

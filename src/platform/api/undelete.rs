@@ -15,15 +15,15 @@ use super::endpoint::{
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
 use super::{fault, restorable};
-use crate::http::openapi::{Operation, boolean, count, object, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, EventContext, FiledOperation};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self};
+use crate::lifecycle::{self, Change, EventContext, FiledOperation};
+use svc_http::openapi::{Operation, boolean, count, object, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

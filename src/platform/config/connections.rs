@@ -1,6 +1,6 @@
 //! The numbers of database connections of a platform process, by purpose.
 
-use crate::config::Env;
+use svc_base::config::Env;
 
 /// Maximum database connections of one process, by purpose.
 #[derive(Debug, Clone, Copy)]

@@ -4,8 +4,8 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD as B64;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
 
-use crate::config::Env;
-use crate::platform::platform_key::PlatformKeys;
+use crate::platform_key::PlatformKeys;
+use svc_base::config::Env;
 
 /// Reads both keys and reports every mistake.
 pub fn read(env: &mut Env) -> Option<PlatformKeys> {

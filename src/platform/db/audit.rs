@@ -7,8 +7,8 @@ use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use super::{DbError, execute, rows};
-use crate::clock::rfc3339_ms;
-use crate::machine::id::AuditId;
+use svc_base::clock::rfc3339_ms;
+use svc_machine::id::AuditId;
 
 /// One mutating call.
 pub struct AuditEntry<'a> {

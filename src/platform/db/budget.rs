@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, execute, row};
-use crate::provider::{BudgetGrant, ObservedBudget};
+use svc_provider::{BudgetGrant, ObservedBudget};
 
 /// # Errors
 /// [`DbError`].

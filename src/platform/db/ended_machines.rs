@@ -4,7 +4,7 @@
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, rows};
-use crate::machine::id::{MachineId, OperationId};
+use svc_machine::id::{MachineId, OperationId};
 
 /// One such machine.
 #[derive(Debug, Clone)]

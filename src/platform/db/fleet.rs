@@ -5,7 +5,7 @@
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, rows};
-use crate::machine::id::{MachineId, OperationId};
+use svc_machine::id::{MachineId, OperationId};
 
 /// One active machine. Ages are in seconds, by the database's clock.
 #[derive(Debug, Clone)]

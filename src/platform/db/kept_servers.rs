@@ -9,9 +9,9 @@ use jiff::Timestamp;
 use tokio_postgres::Row;
 
 use super::{DbError, Params, rows};
-use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{IdpUserId, Slot};
-use crate::platform::config::Timing;
+use crate::config::Timing;
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{IdpUserId, Slot};
 
 /// Retention periods of servers.
 #[derive(Debug, Clone, Copy)]

@@ -6,7 +6,7 @@ use deadpool_postgres::GenericClient;
 use tokio_postgres::Row;
 
 use super::{DbError, execute, rows};
-use crate::http::proof::{ProofKey, ProofKeys};
+use svc_http::proof::{ProofKey, ProofKeys};
 
 /// Purpose of keys that sign proofs.
 pub const PROOF: &str = "proof";

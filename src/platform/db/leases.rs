@@ -6,7 +6,7 @@ use deadpool_postgres::GenericClient;
 use uuid::Uuid;
 
 use super::{DbError, execute, row};
-use crate::machine::id::{MachineId, OperationId};
+use svc_machine::id::{MachineId, OperationId};
 
 /// Whether another process may still be running an ended operation of the machine.
 ///

@@ -9,12 +9,12 @@ use serde_json::Value;
 
 use super::machine_row::{Failure, MachineKind, MachineRow};
 use super::{DbError, execute, row};
-use crate::http::tls::SpkiPin;
-use crate::machine::epoch::Epoch;
-use crate::machine::event::RestoreMode;
-use crate::machine::id::MachineId;
-use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
-use crate::machine::state::Status;
+use svc_http::tls::SpkiPin;
+use svc_machine::epoch::Epoch;
+use svc_machine::event::RestoreMode;
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::state::Status;
 
 /// A machine to insert.
 pub struct NewMachine {

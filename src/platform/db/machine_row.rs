@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, upgrade_token};
-use crate::clock::rfc3339_ms;
-use crate::http::tls::SpkiPin;
-use crate::machine::epoch::Epoch;
-use crate::machine::event::{RestoreMode, ServerPower};
-use crate::machine::id::MachineId;
-use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
-use crate::machine::state::{self, FailureCause, State, Status};
-use crate::platform::token_rotation::UpgradeToken;
+use crate::token_rotation::UpgradeToken;
+use svc_base::clock::rfc3339_ms;
+use svc_http::tls::SpkiPin;
+use svc_machine::epoch::Epoch;
+use svc_machine::event::{RestoreMode, ServerPower};
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::state::{self, FailureCause, State, Status};
 
 /// The columns that [`MachineRow::parse`] reads.
 pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, failure_cause, failure_stage, \

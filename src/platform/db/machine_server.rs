@@ -3,7 +3,7 @@
 use deadpool_postgres::{GenericClient, Transaction};
 
 use super::{DbError, execute, row};
-use crate::machine::id::MachineId;
+use svc_machine::id::MachineId;
 
 /// Records that the power is about to be switched on.
 ///

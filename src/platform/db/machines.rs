@@ -8,10 +8,10 @@ use tokio_postgres::types::ToSql;
 
 use super::machine_row::{COLUMNS, MachineRow};
 use super::{DbError, Params, row, rows};
-use crate::machine::epoch::Epoch;
-use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{Handle, IdpUserId, Slot};
-use crate::machine::state::Status;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{Handle, IdpUserId, Slot};
+use svc_machine::state::Status;
 
 async fn find_one(
     client: &impl GenericClient,

@@ -6,7 +6,7 @@ use anyhow::Context;
 use tokio_postgres::Config;
 
 mod embedded {
-    refinery::embed_migrations!("migrations");
+    refinery::embed_migrations!("../../migrations");
 }
 
 /// An arbitrary number that nothing else in this database locks.

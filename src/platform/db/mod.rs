@@ -42,7 +42,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 
-use crate::http::resolve;
+use svc_http::resolve;
 
 /// Client-side deadline of one statement. The server's own timeout is shorter.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
-use crate::clock::rfc3339_ms;
-use crate::machine::id::OperationId;
+use svc_base::clock::rfc3339_ms;
+use svc_machine::id::OperationId;
 
 /// The outcome of a step that failed and runs again.
 pub const RETRY: &str = "retry";

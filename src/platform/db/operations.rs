@@ -12,11 +12,11 @@ use tokio_postgres::Row;
 use uuid::Uuid;
 
 use super::{DbError, execute, row, rows};
-use crate::clock::rfc3339_ms;
-use crate::http::request_id;
-use crate::machine::id::{MachineId, OperationId};
-use crate::platform::measure;
-use crate::platform::operations::{OperationKind, OperationOptions};
+use crate::measure;
+use crate::operations::{OperationKind, OperationOptions};
+use svc_base::clock::rfc3339_ms;
+use svc_http::request_id;
+use svc_machine::id::{MachineId, OperationId};
 
 #[derive(Debug, Clone)]
 pub struct OperationRow {

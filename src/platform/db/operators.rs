@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
-use crate::clock::rfc3339_ms;
-use crate::machine::id::OperatorTokenId;
-use crate::machine::name::OperatorName;
-use crate::platform::operators::Scopes;
+use crate::operators::Scopes;
+use svc_base::clock::rfc3339_ms;
+use svc_machine::id::OperatorTokenId;
+use svc_machine::name::OperatorName;
 
 /// A stored token, for verification.
 pub struct TokenRow {
@@ -151,7 +151,7 @@ impl OperatorRow {
 }
 
 fn stored_name(name: &str) -> Result<OperatorName, DbError> {
-    name.parse().map_err(|why: crate::machine::name::NameError| DbError::Unreadable {
+    name.parse().map_err(|why: svc_machine::name::NameError| DbError::Unreadable {
         what: "operator's name",
         why: why.to_string(),
     })

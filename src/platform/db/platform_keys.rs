@@ -8,7 +8,7 @@ use tokio_postgres::Row;
 use uuid::Uuid;
 
 use super::{DbError, Params, execute, row, rows};
-use crate::platform::platform_key::{KeyId, KeyIds};
+use crate::platform_key::{KeyId, KeyIds};
 
 /// Retention of the rows of processes that ended without deleting them.
 const ENDED_PROCESS_RETENTION: Duration = Duration::from_secs(3600);

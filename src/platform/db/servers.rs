@@ -10,7 +10,7 @@ use tokio_postgres::Row;
 use uuid::Uuid;
 
 use super::{DbError, execute, row, rows};
-use crate::machine::id::MachineId;
+use svc_machine::id::MachineId;
 
 /// A machine whose server must exist, or is kept.
 #[derive(Debug, Clone, Copy)]

@@ -5,8 +5,8 @@ use deadpool_postgres::GenericClient;
 use super::machine_row::MachineRow;
 use super::operations::{COLUMNS, OperationRow};
 use super::{DbError, Params, row};
-use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{IdpUserId, Slot};
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{IdpUserId, Slot};
 
 /// The newest operation that took this machine out of service: its own deletion, or the creation of its successor.
 ///

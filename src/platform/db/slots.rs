@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
-use crate::clock::rfc3339_ms;
-use crate::machine::id::MachineId;
-use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
-use crate::machine::plan::Plan;
+use svc_base::clock::rfc3339_ms;
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
+use svc_machine::plan::Plan;
 
 /// Grace period of a subscription after the end of its period.
 const SUBSCRIPTION_GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);

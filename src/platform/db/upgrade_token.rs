@@ -6,9 +6,9 @@ use deadpool_postgres::{GenericClient, Transaction};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, rows};
-use crate::machine::id::MachineId;
-use crate::platform::token_rotation::{PreviousToken, UpgradeToken};
-use crate::platform::tokens::Generation;
+use crate::token_rotation::{PreviousToken, UpgradeToken};
+use crate::tokens::Generation;
+use svc_machine::id::MachineId;
 
 /// # Errors
 /// `Unreadable` if a stored value is invalid.

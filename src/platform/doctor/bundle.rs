@@ -1,13 +1,13 @@
 //! The bundle for new machines: published completely, with a manifest that hosts trust.
 
-use crate::chain::chain;
-use crate::diagnosis::Findings;
-use crate::machine::name::ImageVersion;
-use crate::platform::config::PlatformConfig;
-use crate::platform::host_settings::HostSettings;
-use crate::store::bucket::{Bucket, StoreError};
-use crate::store::bundle::{self, BundleUnusable, ManifestError, digest};
-use crate::store::key;
+use crate::config::PlatformConfig;
+use crate::host_settings::HostSettings;
+use svc_base::chain::chain;
+use svc_base::diagnosis::Findings;
+use svc_machine::name::ImageVersion;
+use svc_store::bucket::{Bucket, StoreError};
+use svc_store::bundle::{self, BundleUnusable, ManifestError, digest};
+use svc_store::key;
 
 const SEE_STORE_CHECK: &str = "see the check `store`";
 

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 
-use crate::diagnosis::Findings;
-use crate::http::problem::chain;
-use crate::platform::config::PlatformConfig;
-use crate::platform::db::{self, migrate};
+use crate::config::PlatformConfig;
+use crate::db::{self, migrate};
+use svc_base::diagnosis::Findings;
+use svc_http::problem::chain;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("database");

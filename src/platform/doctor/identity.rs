@@ -2,10 +2,10 @@
 
 use serde::Deserialize;
 
-use crate::chain::chain;
-use crate::diagnosis::Findings;
-use crate::http::client::{self, Deadlines};
-use crate::platform::config::PlatformConfig;
+use crate::config::PlatformConfig;
+use svc_base::chain::chain;
+use svc_base::diagnosis::Findings;
+use svc_http::client::{self, Deadlines};
 
 #[derive(Deserialize)]
 struct KeySet {

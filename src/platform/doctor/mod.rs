@@ -17,8 +17,8 @@ use secrecy::SecretString;
 use url::Url;
 
 use super::config::PlatformConfig;
-use crate::config::Env;
-use crate::diagnosis::{self, Check, Finding, Findings};
+use svc_base::config::Env;
+use svc_base::diagnosis::{self, Check, Finding, Findings};
 
 const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 

@@ -1,15 +1,15 @@
 //! The platform keys: whether `PLATFORM_KEY_PREVIOUS` is missing, still needed, or removable.
 
-use crate::chain::chain;
-use crate::diagnosis::Findings;
-use crate::platform::config::PlatformConfig;
-use crate::platform::db::{Db, DbError, platform_keys};
-use crate::platform::key_change::mark::{self, MarkError, NamedKey};
-use crate::platform::key_change::{self, need::KeyNeed};
-use crate::platform::keys::{self, KeyError, Seal};
-use crate::platform::platform_key::KeyIds;
-use crate::platform::tokens::TokenMint;
-use crate::store::StoreError;
+use crate::config::PlatformConfig;
+use crate::db::{Db, DbError, platform_keys};
+use crate::key_change::mark::{self, MarkError, NamedKey};
+use crate::key_change::{self, need::KeyNeed};
+use crate::keys::{self, KeyError, Seal};
+use crate::platform_key::KeyIds;
+use crate::tokens::TokenMint;
+use svc_base::chain::chain;
+use svc_base::diagnosis::Findings;
+use svc_store::StoreError;
 
 /// The relevant state of the database.
 struct KeyUsage {

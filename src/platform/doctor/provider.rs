@@ -1,11 +1,11 @@
 //! The cloud provider: whether the token is valid, and the default type is offered.
 
-use crate::chain::chain;
-use crate::diagnosis::Findings;
-use crate::http::client::{self, Deadlines};
-use crate::platform::config::PlatformConfig;
-use crate::provider::Provider;
-use crate::provider::hetzner::Hetzner;
+use crate::config::PlatformConfig;
+use svc_base::chain::chain;
+use svc_base::diagnosis::Findings;
+use svc_http::client::{self, Deadlines};
+use svc_provider::Provider;
+use svc_provider::hetzner::Hetzner;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("provider");

@@ -7,10 +7,10 @@ use jiff::{SignedDuration, Timestamp};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
-use crate::accounts::Accounts;
-use crate::diagnosis::{Finding, Findings};
-use crate::http::tls::Identity;
-use crate::platform::config::{PlatformConfig, TlsFiles};
+use crate::config::{PlatformConfig, TlsFiles};
+use svc_base::accounts::Accounts;
+use svc_base::diagnosis::{Finding, Findings};
+use svc_http::tls::Identity;
 
 /// The user of the package's unit.
 const USER: &str = "svc-platform";
@@ -63,8 +63,7 @@ pub fn settings(config: &PlatformConfig) -> Findings {
             "unset it, except for tests",
         );
     }
-    let is_open =
-        |listen: &crate::platform::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
+    let is_open = |listen: &crate::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
     if is_open(&config.api) {
         findings = findings.warning(
             format!(

@@ -8,16 +8,16 @@ use object_store::ObjectStoreExt;
 use object_store::path::Path;
 use serde_json::json;
 
-use crate::chain::chain;
-use crate::diagnosis::Findings;
-use crate::platform::config::PlatformConfig;
-use crate::platform::host_store::HostStore;
-use crate::store::bucket::{Bucket, Condition, StoreError};
-use crate::store::config::{S3Config, StoreConfig};
-use crate::store::credentials::TemporaryCredentials;
-use crate::store::parallel_probe::{self, PREFIX as PROBES};
-use crate::store::policy::SnapshotWrites;
-use crate::store::protection::{self, Setting};
+use crate::config::PlatformConfig;
+use crate::host_store::HostStore;
+use svc_base::chain::chain;
+use svc_base::diagnosis::Findings;
+use svc_store::bucket::{Bucket, Condition, StoreError};
+use svc_store::config::{S3Config, StoreConfig};
+use svc_store::credentials::TemporaryCredentials;
+use svc_store::parallel_probe::{self, PREFIX as PROBES};
+use svc_store::policy::SnapshotWrites;
+use svc_store::protection::{self, Setting};
 
 const ADVICE: &str = "check that it is running, OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(10);

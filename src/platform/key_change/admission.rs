@@ -9,10 +9,10 @@ use tokio::time::{Instant, sleep};
 
 use super::KEYS_LOCK;
 use super::need::KeyNeed;
-use crate::platform::db::platform_keys::{self, ProcessKeys};
-use crate::platform::db::{self, Db, DbError};
-use crate::platform::keys::{self, KeyError, Seal};
-use crate::platform::tokens::TokenMint;
+use crate::db::platform_keys::{self, ProcessKeys};
+use crate::db::{self, Db, DbError};
+use crate::keys::{self, KeyError, Seal};
+use crate::tokens::TokenMint;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 

@@ -9,15 +9,15 @@ use std::time::Duration;
 use futures_util::{StreamExt, stream};
 
 use super::{BATCH, ChangeError};
-use crate::failpoint;
-use crate::http::problem::chain;
-use crate::machine::name::{IdpUserId, Slot};
-use crate::platform::context::Platform;
-use crate::platform::db::platform_keys;
-use crate::store::StoreError;
-use crate::store::key::SlotPrefix;
-use crate::store::pointer::Fence;
-use crate::store::pointer_io::{self, PointerError};
+use crate::context::Platform;
+use crate::db::platform_keys;
+use svc_base::failpoint;
+use svc_http::problem::chain;
+use svc_machine::name::{IdpUserId, Slot};
+use svc_store::StoreError;
+use svc_store::key::SlotPrefix;
+use svc_store::pointer::Fence;
+use svc_store::pointer_io::{self, PointerError};
 
 /// Timeout of one slot.
 const SLOT_TIMEOUT: Duration = Duration::from_secs(10);

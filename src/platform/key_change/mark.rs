@@ -13,11 +13,11 @@ use jiff::Timestamp;
 use object_store::path::Path;
 use serde::{Deserialize, Serialize};
 
-use crate::clock::{self, now_ms};
-use crate::http::problem::chain;
-use crate::platform::context::Platform;
-use crate::platform::platform_key::{KeyId, KeyIds};
-use crate::store::bucket::{Bucket, Condition, StoreError, Versioned};
+use crate::context::Platform;
+use crate::platform_key::{KeyId, KeyIds};
+use svc_base::clock::{self, now_ms};
+use svc_http::problem::chain;
+use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 
 /// Not reachable by host sessions: those reach only a slot's prefix, which has two path segments.
 pub const MARK_PATH: &str = "system-platform/platform-key.json";

@@ -7,13 +7,13 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 
 use super::{BATCH, MAX_SIGNING_KEYS};
-use crate::machine::id::MachineId;
-use crate::platform::db::platform_keys::{self, OtherProcess};
-use crate::platform::db::{self, DbError, upgrade_token};
-use crate::platform::keys::{Seal, SealedWith};
-use crate::platform::platform_key::KeyId;
-use crate::platform::token_rotation;
-use crate::platform::tokens::TokenMint;
+use crate::db::platform_keys::{self, OtherProcess};
+use crate::db::{self, DbError, upgrade_token};
+use crate::keys::{Seal, SealedWith};
+use crate::platform_key::KeyId;
+use crate::token_rotation;
+use crate::tokens::TokenMint;
+use svc_machine::id::MachineId;
 
 /// Maximum names of a kind in a message.
 const MAX_NAMED: usize = 5;

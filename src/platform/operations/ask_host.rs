@@ -11,16 +11,16 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use url::Url;
 
-use crate::config::Flag;
-use crate::http::client::{self, Deadlines};
-use crate::http::proof::{self, Claims, Route};
-use crate::http::request_id;
-use crate::http::tls::{ChainCheck, pinned_client_config};
-use crate::http::usage::UsageQuery;
-use crate::machine::id::OperationId;
-use crate::machine::name::ImageVersion;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use svc_base::config::Flag;
+use svc_http::client::{self, Deadlines};
+use svc_http::proof::{self, Claims, Route};
+use svc_http::request_id;
+use svc_http::tls::{ChainCheck, pinned_client_config};
+use svc_http::usage::UsageQuery;
+use svc_machine::id::OperationId;
+use svc_machine::name::ImageVersion;
 
 const BACKUP: &str = "/_svc/internal/backup";
 const ACCEPT: &str = "/_svc/internal/backup-accept";
@@ -89,7 +89,7 @@ pub enum HostCallError {
 #[serde(rename_all = "camelCase", default)]
 pub struct QuiesceStatus {
     /// Since when all writers have been stopped.
-    #[serde(with = "crate::clock::wire_option")]
+    #[serde(with = "svc_base::clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
     pub running_dispatches: u64,
 }
@@ -136,7 +136,7 @@ pub struct BackupProgress {
 #[serde(rename_all = "camelCase", default)]
 pub struct BackupOutcome {
     pub status: String,
-    #[serde(with = "crate::clock::wire_option")]
+    #[serde(with = "svc_base::clock::wire_option")]
     pub began_at: Option<Timestamp>,
     /// The snapshot that it published as the latest.
     pub key: Option<String>,
@@ -223,7 +223,7 @@ async fn request_at(
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct RequestReceipt {
-    #[serde(with = "crate::clock::wire_option")]
+    #[serde(with = "svc_base::clock::wire_option")]
     requested_at: Option<Timestamp>,
 }
 

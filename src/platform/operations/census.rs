@@ -16,15 +16,15 @@ use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
 use super::reconcile::{Failures, Inventory};
-use crate::http::request_id;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::platform::alarms::{self, Alarm, Fuse};
-use crate::platform::context::Platform;
-use crate::platform::db::servers::ExpectedServer;
-use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, EventContext, LifecycleError};
-use crate::provider::{Server, ServerId};
+use crate::alarms::{self, Alarm, Fuse};
+use crate::context::Platform;
+use crate::db::servers::ExpectedServer;
+use crate::db::{self};
+use crate::lifecycle::{self, Change, EventContext, LifecycleError};
+use svc_http::request_id;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
+use svc_provider::{Server, ServerId};
 
 /// Minimum time between the two lookups of a server that seems to be gone.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(10);

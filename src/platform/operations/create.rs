@@ -12,15 +12,15 @@ use sha2::{Digest, Sha256};
 use super::held::HeldOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint};
-use crate::http::problem::chain;
-use crate::http::proof::ProofKeys;
-use crate::machine::id::MachineId;
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, machine_server};
-use crate::platform::host_store::SessionGrant;
-use crate::platform::userdata;
-use crate::provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, machine_server};
+use crate::host_store::SessionGrant;
+use crate::userdata;
+use svc_http::problem::chain;
+use svc_http::proof::ProofKeys;
+use svc_machine::id::MachineId;
+use svc_provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
 
 /// The label with a server's machine.
 pub const MACHINE_LABEL: &str = "svc-machine";

@@ -8,9 +8,9 @@ use std::time::Duration;
 use super::held::HeldOperation;
 use super::step::{StepError, StepOutcome};
 use super::{create, later_holder};
-use crate::platform::db;
-use crate::platform::db::machine_row::MachineRow;
-use crate::provider::ServerId;
+use crate::db;
+use crate::db::machine_row::MachineRow;
+use svc_provider::ServerId;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 

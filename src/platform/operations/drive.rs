@@ -13,11 +13,11 @@ use uuid::Uuid;
 use super::runner::one_step;
 use super::step::StepError;
 use super::{Lane, Step, vocabulary_of};
-use crate::http::problem::chain;
-use crate::http::request_id;
-use crate::platform::context::Platform;
-use crate::platform::db::operations::OperationRow;
-use crate::platform::db::{self, DbError};
+use crate::context::Platform;
+use crate::db::operations::OperationRow;
+use crate::db::{self, DbError};
+use svc_http::problem::chain;
+use svc_http::request_id;
 
 /// Maximum operations that one process drives at a time.
 const MAX_DRIVEN: usize = 16;

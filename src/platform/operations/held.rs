@@ -8,16 +8,16 @@ use uuid::Uuid;
 
 use super::step::StepError;
 use super::{OperationKind, Step, StepPoint, point};
-use crate::failpoint;
-use crate::machine::epoch::Epoch;
-use crate::machine::event::{CreationFailure, Event};
-use crate::machine::id::{MachineId, OperationId};
-use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::operations::OperationRow;
-use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, EventContext, LifecycleError};
-use crate::provider::ServerId;
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::operations::OperationRow;
+use crate::db::{self, DbError};
+use crate::lifecycle::{self, EventContext, LifecycleError};
+use svc_base::failpoint;
+use svc_machine::epoch::Epoch;
+use svc_machine::event::{CreationFailure, Event};
+use svc_machine::id::{MachineId, OperationId};
+use svc_provider::ServerId;
 
 pub struct HeldOperation<'a> {
     pub platform: &'a Platform,

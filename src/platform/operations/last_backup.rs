@@ -19,17 +19,17 @@ use super::ask_host::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::held::HeldOperation;
 use super::predecessor::leaving_machine;
 use super::step::{Question, StepError, StepOutcome, StepRecord, fence_of};
-use crate::chain::chain;
-use crate::clock;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, DbError};
-use crate::store::key::SlotPrefix;
-use crate::store::pointer_io;
-use crate::untrusted_text::bounded;
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, DbError};
 pub use passed_over::{ANSWERED, NEWER_SNAPSHOT};
 use passed_over::{SkipReason, is_answered, pass_over};
 use progress::LastBackupProgress;
 use saved_copy::HostReport;
+use svc_base::chain::chain;
+use svc_base::clock;
+use svc_base::untrusted_text::bounded;
+use svc_store::key::SlotPrefix;
+use svc_store::pointer_io;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum interval between calls to a host that is working on the request.

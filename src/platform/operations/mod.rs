@@ -25,7 +25,7 @@ mod step_failure;
 use std::str::FromStr;
 use std::sync::LazyLock;
 
-use crate::platform::db::operations::SupportedSteps;
+use crate::db::operations::SupportedSteps;
 
 pub use options::OperationOptions;
 

@@ -8,9 +8,9 @@ use std::time::Duration;
 use super::held::HeldOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint, predecessor, reinstate, resize};
-use crate::platform::db;
-use crate::platform::db::machine_row::MachineRow;
-use crate::provider::{Server, ServerId, ServerStatus};
+use crate::db;
+use crate::db::machine_row::MachineRow;
+use svc_provider::{Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 

@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use super::held::HeldOperation;
 use super::step::{Question, StepError, StepOutcome, StepRecord};
 use super::{OperationKind, delete, resize};
-use crate::http::problem::chain;
-use crate::platform::db;
-use crate::platform::db::machine_row::MachineRow;
-use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
+use crate::db;
+use crate::db::machine_row::MachineRow;
+use svc_http::problem::chain;
+use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const SHUTDOWN_REQUESTED: &str = "shutdownAsked";

@@ -11,17 +11,17 @@ use serde_json::json;
 
 use super::{OperationKind, OperationOptions};
 use super::{census, held, retention, vocabulary};
-use crate::http::problem::chain;
-use crate::http::request_id;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
-use crate::platform::alarms::{self, Alarm};
-use crate::platform::context::Platform;
-use crate::platform::db::kept_servers::ServerRetention;
-use crate::platform::db::operations::OperationRow;
-use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, EventContext, LifecycleError};
+use crate::alarms::{self, Alarm};
+use crate::context::Platform;
+use crate::db::kept_servers::ServerRetention;
+use crate::db::operations::OperationRow;
+use crate::db::{self, DbError};
+use crate::lifecycle::{self, EventContext, LifecycleError};
+use svc_base::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
+use svc_http::problem::chain;
+use svc_http::request_id;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
 
 /// Minimum time between passes during a burst of notifications.
 const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);

@@ -11,11 +11,11 @@ use jiff::Timestamp;
 use super::ask_host;
 use super::held::HeldOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
-use crate::http::problem::chain;
-use crate::machine::event::Event;
-use crate::machine::state::{FailureCause, Status};
-use crate::platform::db;
-use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
+use crate::db;
+use svc_http::problem::chain;
+use svc_machine::event::Event;
+use svc_machine::state::{FailureCause, Status};
+use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 

@@ -11,10 +11,10 @@ use serde_json::{Map, Value, json};
 use super::held::HeldOperation;
 use super::step::{StepError, StepOutcome};
 use super::{Step, StepPoint};
-use crate::http::problem::chain;
-use crate::machine::event::Event;
-use crate::platform::db::machine_row::MachineRow;
-use crate::provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
+use crate::db::machine_row::MachineRow;
+use svc_http::problem::chain;
+use svc_machine::event::Event;
+use svc_provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
 
 /// Key of an operation's facts: the running action.
 pub(super) const ACTION: &str = "action";
@@ -191,7 +191,7 @@ pub async fn decide_retry(
 struct ResizeView {
     machine: MachineRow,
     server: Server,
-    to: crate::machine::name::ServerType,
+    to: svc_machine::name::ServerType,
     /// Age of the step.
     age: Duration,
 }

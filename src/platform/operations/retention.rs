@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use crate::metrics::RETENTION_DELETED;
-use crate::platform::context::Platform;
-use crate::platform::db;
-use crate::platform::db::retention::{Expiring, ExpiringTable};
-use crate::platform::router::SIGN_OUT_TTL;
+use crate::context::Platform;
+use crate::db;
+use crate::db::retention::{Expiring, ExpiringTable};
+use crate::router::SIGN_OUT_TTL;
+use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);

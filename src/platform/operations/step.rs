@@ -12,17 +12,17 @@ use super::held::HeldOperation;
 use super::{
     OperationKind, Step, create, delete, last_backup, later_holder, power, predecessor, reinstate, resize,
 };
-use crate::failpoint::Injected;
-use crate::machine::event::Event;
-use crate::machine::id::MachineId;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, DbError};
-use crate::platform::keys::KeyError;
-use crate::provider::{ErrorKind, ProviderError};
-use crate::store::StoreError;
-use crate::store::key::SlotPrefix;
-use crate::store::pointer::Fence;
-use crate::store::pointer_io::{self, PointerError};
+use crate::db::machine_row::MachineRow;
+use crate::db::{self, DbError};
+use crate::keys::KeyError;
+use svc_base::failpoint::Injected;
+use svc_machine::event::Event;
+use svc_machine::id::MachineId;
+use svc_provider::{ErrorKind, ProviderError};
+use svc_store::StoreError;
+use svc_store::key::SlotPrefix;
+use svc_store::pointer::Fence;
+use svc_store::pointer_io::{self, PointerError};
 
 /// How a step ended without an error.
 pub enum StepOutcome {

@@ -3,11 +3,11 @@
 use std::error::Error;
 
 use super::step::StepError;
-use crate::machine::event::CreationFailure;
-use crate::provider::{ErrorKind, ProviderError};
-use crate::store::StoreError;
-use crate::store::pointer_io::PointerError;
-use crate::store::sts::StsError;
+use svc_machine::event::CreationFailure;
+use svc_provider::{ErrorKind, ProviderError};
+use svc_store::StoreError;
+use svc_store::pointer_io::PointerError;
+use svc_store::sts::StsError;
 
 impl StepError {
     pub fn creation_failure(&self) -> CreationFailure {
@@ -51,10 +51,10 @@ pub fn creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> Creatio
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::epoch::Epoch;
-    use crate::platform::db::DbError;
-    use crate::provider::Cause;
-    use crate::store::pointer::Fenced;
+    use crate::db::DbError;
+    use svc_machine::epoch::Epoch;
+    use svc_provider::Cause;
+    use svc_store::pointer::Fenced;
 
     #[test]
     fn failures_name_the_part_that_failed() {

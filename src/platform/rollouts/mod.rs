@@ -18,11 +18,11 @@ use super::context::Platform;
 use super::db::rollouts::{self, RolloutRow, RolloutState, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::ask_host;
-use crate::failpoint;
-use crate::http::problem::chain;
-use crate::http::request_id;
-use crate::machine::id::MachineId;
-use crate::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
+use svc_base::failpoint;
+use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
+use svc_http::problem::chain;
+use svc_http::request_id;
+use svc_machine::id::MachineId;
 
 /// Fail points of a step.
 pub const POINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];

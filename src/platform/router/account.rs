@@ -14,9 +14,9 @@ use super::identity::Identity;
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::{LIFETIME_SECONDS, sha256};
 use super::{RouterState, page, sign_in};
-use crate::http::problem::Problem;
-use crate::machine::name::IdpUserId;
-use crate::platform::api::call::ApiCall;
+use crate::api::call::ApiCall;
+use svc_http::problem::Problem;
+use svc_machine::name::IdpUserId;
 
 pub(super) const PATH: &str = "/_svc/account";
 const TEMPLATE: &str = include_str!("account.html");

@@ -23,8 +23,8 @@ use super::identity::bearer;
 use super::page::UnavailableReason;
 use super::serve::{Caller, RequestContext, rate_limited};
 use super::{RouterState, frame, origin, own};
-use crate::http::problem::{Code, Problem};
-use crate::http::proof::ProofError;
+use svc_http::problem::{Code, Problem};
+use svc_http::proof::ProofError;
 
 const TOKEN_MARKER: &str = "/~";
 

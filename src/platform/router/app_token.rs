@@ -8,9 +8,9 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::http::proof::{LEEWAY_SECONDS, ProofError, ProofKeys, Signer};
-use crate::machine::id::MachineId;
-use crate::machine::name::IdpUserId;
+use svc_http::proof::{LEEWAY_SECONDS, ProofError, ProofKeys, Signer};
+use svc_machine::id::MachineId;
+use svc_machine::name::IdpUserId;
 
 /// Distinguishes app tokens from the identity provider's tokens.
 const PREFIX: &str = "svca_";
@@ -134,7 +134,7 @@ mod tests {
         let sign = |claims: &AppClaims| format!("{PREFIX}{}", own.sign_json(claims));
         assert!(verify(&keys, &sign(&good()), now).is_ok());
         for bad in [
-            AppClaims { iss: crate::http::proof::ISSUER.to_owned(), ..good() },
+            AppClaims { iss: svc_http::proof::ISSUER.to_owned(), ..good() },
             AppClaims { exp: now.as_second() + LIFETIME_SECONDS + 1, ..good() },
             AppClaims { app: "a/b".to_owned(), ..good() },
             AppClaims { app: String::new(), ..good() },

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use url::Url;
 
-use crate::config::Env;
-use crate::http::jwt::Trust;
-use crate::http::networks::Networks;
-use crate::http::tls::ChainCheck;
+use svc_base::config::Env;
+use svc_http::jwt::Trust;
+use svc_http::networks::Networks;
+use svc_http::tls::ChainCheck;
 
 use super::door::PublicHost;
 
@@ -68,7 +68,7 @@ impl RouterConfig {
             env.mistake("IDP_SIGN_IN_URL", "is required and not set");
         }
         let legacy_fallback = web_url(env, "LEGACY_FALLBACK_URL");
-        let chain = env.flag("CUSTOMER_VPS_TLS_VERIFY", crate::config::Flag::Off);
+        let chain = env.flag("CUSTOMER_VPS_TLS_VERIFY", svc_base::config::Flag::Off);
         let poll_interval =
             env.or("PLATFORM_ROUTES_POLL_MS", MAX_POLL_INTERVAL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
         let max_stale = env.or("ROUTER_MAX_STALE_SECONDS", MAX_STALE_SECONDS).max(1);

@@ -7,9 +7,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 
-use crate::http::tls::ChainCheck;
-use crate::machine::id::MachineId;
-use crate::machine::name::{IdpUserId, Slot};
+use svc_http::tls::ChainCheck;
+use svc_machine::id::MachineId;
+use svc_machine::name::{IdpUserId, Slot};
 
 use super::freshness::Freshness;
 use super::machine::{Machine, MachineRecord, Upstream};

@@ -1,6 +1,6 @@
 //! The two public hosts, and the differences between them.
 
-use crate::http::proof::Route;
+use svc_http::proof::Route;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum PublicHost {

@@ -6,9 +6,9 @@ use std::net::SocketAddr;
 
 use http::header::{AUTHORIZATION, COOKIE, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue};
 
-use crate::http::proof;
-use crate::http::proxy::strip_hop_by_hop;
-use crate::http::request_id;
+use svc_http::proof;
+use svc_http::proxy::strip_hop_by_hop;
+use svc_http::request_id;
 
 static PROOF: HeaderName = HeaderName::from_static(proof::HEADER);
 static REQUEST_ID: HeaderName = HeaderName::from_static(request_id::HEADER);

@@ -14,10 +14,10 @@ use jiff::Timestamp;
 use super::cookie::{self, RouterCookie};
 use super::serve::RequestContext;
 use super::session::{Session, SessionError, Sessions, TokenHash, sha256};
-use crate::http::addresses::network;
-use crate::http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
-use crate::http::rate::RateLimit;
-use crate::machine::name::{IdpUserId, Slot};
+use svc_http::addresses::network;
+use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
+use svc_http::rate::RateLimit;
+use svc_machine::name::{IdpUserId, Slot};
 
 /// TTL of an accepted token's verdict; then the token is verified again with the current keys.
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);

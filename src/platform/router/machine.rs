@@ -10,13 +10,13 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::http::proof::{Claims, ISSUER, MAX_LIFETIME_SECONDS, Route, Signer};
-use crate::http::proxy::{Dial, Io, Proxy, ProxyLimits};
-use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
-use crate::machine::id::MachineId;
-use crate::machine::name::{Handle, IdpUserId, Slot};
-use crate::machine::state::Status;
-use crate::platform::keys::SigningSet;
+use crate::keys::SigningSet;
+use svc_http::proof::{Claims, ISSUER, MAX_LIFETIME_SECONDS, Route, Signer};
+use svc_http::proxy::{Dial, Io, Proxy, ProxyLimits};
+use svc_http::tls::{ChainCheck, SpkiPin, pinned_client_config};
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, Slot};
+use svc_machine::state::Status;
 
 /// Reuse period of a signed proof, which stays valid for the rest of [`MAX_LIFETIME_SECONDS`].
 const PROOF_REUSE_SECONDS: i64 = 10;

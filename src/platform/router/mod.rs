@@ -48,15 +48,15 @@ const USER_BURST_SECONDS: u32 = 2;
 /// Maximum lifetime of an app token or a session cookie, which the same key signs.
 pub const MAX_SIGNED_LIFETIME: Duration = Duration::from_secs(session::LIFETIME_SECONDS);
 
-use crate::http::observe::{self, Listener};
-use crate::http::rate::RateLimit;
-use crate::http::{client, jwt};
-use crate::machine::name::IdpUserId;
-use crate::platform::keys::SigningSet;
+use crate::keys::SigningSet;
 use directory::Directory;
 use identity::Authenticator;
 use session::Sessions;
 use sign_outs::SignOuts;
+use svc_http::observe::{self, Listener};
+use svc_http::rate::RateLimit;
+use svc_http::{client, jwt};
+use svc_machine::name::IdpUserId;
 use watch::Watcher;
 
 /// Dependencies of the router.

@@ -18,10 +18,10 @@ use super::page::{self, UnavailableReason};
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::LIFETIME_SECONDS;
 use super::{RouterState, account, app_token, sign_in};
-use crate::http::openapi::Operation;
-use crate::http::problem::{Code, Problem};
-use crate::machine::name::Slot;
-use crate::platform::api::call::{self, ApiCall};
+use crate::api::call::{self, ApiCall};
+use svc_http::openapi::Operation;
+use svc_http::problem::{Code, Problem};
+use svc_machine::name::Slot;
 
 const SLOTS_PAGE: &str = include_str!("slots.html");
 const PREFIX: &str = "/_svc";

@@ -6,13 +6,13 @@ use serde_json::{Value, json};
 use super::door::PublicHost;
 use super::own::{BuiltinAction, BuiltinRoute};
 use super::{account, sign_in};
-use crate::http::openapi::{
+use svc_http::openapi::{
     Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, array, boolean, count,
     fields, matching, named, object, one_of, text, uuid,
 };
-use crate::http::problem::Code;
-use crate::machine::name::Slot;
-use crate::machine::state::Status;
+use svc_http::problem::Code;
+use svc_machine::name::Slot;
+use svc_machine::state::Status;
 
 const SESSION: Credential = Credential {
     name: "session",

@@ -8,8 +8,8 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 
 use super::machine::MachineRecord;
-use crate::http::problem::{Code, Problem};
-use crate::machine::state::Status;
+use svc_http::problem::{Code, Problem};
+use svc_machine::state::Status;
 
 const TEMPLATE: &str = include_str!("page.html");
 /// The style of all the router's pages.

@@ -22,12 +22,12 @@ use super::machine::{Machine, Upstream};
 use super::page::{self, UnavailableReason};
 use super::session::{LIFETIME_SECONDS, SessionError};
 use super::{RouterState, account, app_door, app_token, cookie, frame, origin, own, sign_in};
-use crate::http::problem::{Code, Problem, chain};
-use crate::http::proof::{LEEWAY_SECONDS, Route};
-use crate::http::proxy::{ProxyError, TimeLimit};
-use crate::http::request_id;
-use crate::http::server::Scheme;
-use crate::metrics::UPSTREAM_FAILURES;
+use svc_base::metrics::UPSTREAM_FAILURES;
+use svc_http::problem::{Code, Problem, chain};
+use svc_http::proof::{LEEWAY_SECONDS, Route};
+use svc_http::proxy::{ProxyError, TimeLimit};
+use svc_http::request_id;
+use svc_http::server::Scheme;
 
 /// Without `includeSubDomains`: other hosts of the operator's domain may not support HTTPS.
 const HSTS_ONE_YEAR: &str = "max-age=31536000";

@@ -20,10 +20,10 @@ use tokio_postgres::types::ToSql;
 use super::door::PublicHost;
 use super::freshness::{Freshness, RoutesState};
 use super::session_token;
-use crate::http::rate::RateLimit;
-use crate::machine::name::{IdpUserId, Slot};
-use crate::metrics::SESSIONS_OPENED;
-use crate::platform::keys::SigningSet;
+use crate::keys::SigningSet;
+use svc_base::metrics::SESSIONS_OPENED;
+use svc_http::rate::RateLimit;
+use svc_machine::name::{IdpUserId, Slot};
 
 pub(super) const LIFETIME_SECONDS: u64 = 12 * 3600;
 const CODE_LIFETIME_SECONDS: i32 = 60;

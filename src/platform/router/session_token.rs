@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::door::PublicHost;
 use super::session::{SessionError, random_token};
-use crate::http::proof::{ProofKeys, Signer};
+use svc_http::proof::{ProofKeys, Signer};
 
 /// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on it, too.
 const PREFIX: &str = "svcs_";

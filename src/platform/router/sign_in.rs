@@ -16,8 +16,8 @@ use super::cookie::RouterCookie;
 use super::door::PublicHost;
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::{LIFETIME_SECONDS, SessionGrant, SessionOrigin, random_token};
-use crate::http::problem::{Code, Problem};
-use crate::platform::api::call::ApiCall;
+use crate::api::call::ApiCall;
+use svc_http::problem::{Code, Problem};
 
 /// On `APP_HOST`: issues a code for the browser that holds `state` on `CODE_HOST`.
 pub(super) const ISSUE_CODE_PATH: &str = "/_svc/code-session";

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::app_token;
-use crate::machine::name::IdpUserId;
+use svc_machine::name::IdpUserId;
 
 /// Longer than the lifetime of app tokens, with a margin for clock skew.
 pub const SIGN_OUT_TTL: Duration = app_token::MAX_LIFETIME.saturating_mul(2);

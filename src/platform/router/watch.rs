@@ -21,9 +21,9 @@ use super::freshness::{Freshness, RoutesState};
 use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
 use super::sign_outs::{SIGN_OUT_TTL, SignOuts};
-use crate::http::resolve;
-use crate::machine::id::MachineId;
-use crate::metrics::ROUTES_AGE;
+use svc_base::metrics::ROUTES_AGE;
+use svc_http::resolve;
+use svc_machine::id::MachineId;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Limits the polls during a storm of notifications.

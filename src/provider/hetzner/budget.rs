@@ -11,7 +11,7 @@ use http::HeaderMap;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use crate::provider::{Allowance, ObservedBudget};
+use crate::{Allowance, ObservedBudget};
 
 const CALLS_IN_FLIGHT: usize = 8;
 /// Calls reserved in the shared budget at a time.
@@ -175,7 +175,7 @@ mod tests {
     use async_trait::async_trait;
 
     use super::*;
-    use crate::provider::BudgetGrant;
+    use crate::BudgetGrant;
 
     fn headers(remaining: u64, reset_in_seconds: u64) -> HeaderMap {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();

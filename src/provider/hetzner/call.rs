@@ -13,8 +13,8 @@ use url::Url;
 use super::super::error::{Cause, ErrorKind, ProviderError};
 use super::budget::Budget;
 use super::wire::ErrorBody;
-use crate::http::request_id;
-use crate::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
+use svc_base::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
+use svc_http::request_id;
 
 /// A page of fifty servers has about 150 KiB.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;

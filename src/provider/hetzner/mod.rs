@@ -25,7 +25,7 @@ use super::{
     Action, ActionId, Allowance, Created, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId,
     ServerOrder, ServerTypeInfo,
 };
-use crate::machine::name::{Location, ServerType};
+use svc_machine::name::{Location, ServerType};
 
 /// Maximum page size of the provider.
 const PER_PAGE: &str = "50";

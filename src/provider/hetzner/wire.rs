@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::super::server::{
     Action, ActionId, ActionStatus, Created, Server, ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
 };
-use crate::machine::name::ServerType;
+use svc_machine::name::ServerType;
 
 #[derive(Serialize)]
 pub(super) struct CreateServer<'a> {

@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use super::run::Run;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
-use crate::host::records::entry::{DispatchError, Status};
-use crate::host::records::money::Dollars;
+use crate::records::entry::{DispatchError, Status};
+use crate::records::money::Dollars;
 
 #[derive(Deserialize)]
 struct Line {

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::codex_sessions::SessionUsage;
 use super::run::Run;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
-use crate::host::records::entry::{DispatchError, Status};
+use crate::records::entry::{DispatchError, Status};
 
 #[derive(Deserialize)]
 #[serde(tag = "type")]

@@ -21,8 +21,8 @@ pub use codex::Codex;
 pub use plain::Plain;
 
 use self::codex_sessions::SessionUsage;
-use crate::host::records::entry::{DispatchError, Status, Tool};
-use crate::host::records::money::Dollars;
+use crate::records::entry::{DispatchError, Status, Tool};
+use crate::records::money::Dollars;
 
 /// Longer messages and stacks are truncated.
 const MAX_MESSAGE_CHARS: usize = 2000;
@@ -149,7 +149,9 @@ mod tests {
 
     /// Feeds a recording to an adapter.
     pub fn replay(program: &str, name: &str, adapter: &mut dyn Adapter) -> (Vec<Event>, Outcome) {
-        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/agents/recordings").join(program);
+        let dir = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+            .join("tests/agents/recordings")
+            .join(program);
         let stdout = std::fs::read_to_string(dir.join(format!("{name}.stdout.jsonl"))).unwrap();
         let exit = std::fs::read_to_string(dir.join(format!("{name}.exit"))).unwrap();
         let code: i32 = exit.lines().next().unwrap().trim().parse().unwrap();

@@ -19,8 +19,8 @@ use super::run::Run;
 use super::{
     Adapter, Event, Exit, MAX_MESSAGE_CHARS, MAX_STACK_CHARS, Outcome, exit_failure, scrub_and_truncate,
 };
-use crate::host::records::entry::{DispatchError, Status};
-use crate::host::records::money::Dollars;
+use crate::records::entry::{DispatchError, Status};
+use crate::records::money::Dollars;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "type")]

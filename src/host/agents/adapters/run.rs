@@ -2,8 +2,8 @@
 
 use super::tools::Tools;
 use super::{MAX_ID_CHARS, Outcome, scrub_and_truncate};
-use crate::host::records::entry::{DispatchError, Status};
-use crate::host::records::money::Dollars;
+use crate::records::entry::{DispatchError, Status};
+use crate::records::money::Dollars;
 
 /// A run, as reported by its program so far.
 #[derive(Debug, Default)]

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::Deserialize;
 
 use super::{AdapterKind, Outcome};
-use crate::host::records::money::Dollars;
+use crate::records::money::Dollars;
 
 /// The default agent if the settings name none: the release's Claude Code, which may edit the owner's files without
 /// confirmation and has no other permissions.
@@ -206,7 +206,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::host::agents::owner_config::Settings;
+    use crate::agents::owner_config::Settings;
 
     fn parse(file: &Value) -> Result<AgentSettings, String> {
         Settings::parse(file.to_string().as_bytes()).map(|settings| settings.agents)
@@ -260,7 +260,7 @@ mod tests {
             tokens_cached: 800_000,
             cost: None,
             tools: Vec::new(),
-            status: crate::host::records::entry::Status::Success,
+            status: crate::records::entry::Status::Success,
             error: None,
             text: None,
         };

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{Event, preview, scrub_and_truncate};
-use crate::host::records::entry::{Status, Tool};
+use crate::records::entry::{Status, Tool};
 
 /// Maximum tool calls recorded per run, which bounds the line of its record; more are ignored.
 const MAX_TOOLS: usize = 2000;

@@ -10,10 +10,10 @@ use super::dispatcher::{DispatchTarget, Dispatcher};
 use super::journal::{BatchPosition, JournalEntry};
 use super::request::{DispatchId, DispatchRequest, Entry};
 use super::state::{Batch, Dispatch};
-use crate::clock;
-use crate::host::agents::kernel::{LimitReached, Reservation};
-use crate::http::problem::{Code, Problem};
-use crate::metrics::DISPATCHES;
+use crate::agents::kernel::{LimitReached, Reservation};
+use svc_base::clock;
+use svc_base::metrics::DISPATCHES;
+use svc_http::problem::{Code, Problem};
 
 /// Maximum queued dispatches: in total, per sender, and bytes of their prompts.
 const MAX_QUEUED: usize = 500;

@@ -13,10 +13,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::request::Entry;
-use crate::chain::chain;
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::records::entry::Interaction;
+use crate::records::entry::Interaction;
+use svc_base::chain::chain;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
 
 /// The position of a dispatch in its batch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

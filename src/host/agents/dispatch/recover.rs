@@ -13,12 +13,12 @@ use super::journal::{BatchPosition, JournalEntry, JournalFile};
 use super::request::Entry;
 use super::run;
 use super::state::{Batch, Dispatch, DispatchResult};
-use crate::chain::chain;
-use crate::fsx::FileError;
-use crate::host::audit::protocol;
-use crate::host::audit::protocol::{Message, SeenCalls};
-use crate::host::records::entry::Interaction;
-use crate::host::system::blocking::blocking;
+use crate::audit::protocol;
+use crate::audit::protocol::{Message, SeenCalls};
+use crate::records::entry::Interaction;
+use crate::system::blocking::blocking;
+use svc_base::chain::chain;
+use svc_base::fsx::FileError;
 
 /// Timeout of making records durable.
 const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);

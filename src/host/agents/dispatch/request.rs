@@ -7,10 +7,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::host::agents::adapters::settings::{
-    Agent, AgentSettings, MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS,
-};
-use crate::http::fields::Fields;
+use crate::agents::adapters::settings::{Agent, AgentSettings, MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
+use svc_http::fields::Fields;
 
 pub const MAX_SENDER_CHARS: usize = 200;
 pub const MAX_CONVERSATION_CHARS: usize = 200;

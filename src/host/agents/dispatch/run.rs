@@ -13,17 +13,17 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::state::Dispatch;
-use crate::clock;
-use crate::host::agents::adapters::preview::Secrets;
-use crate::host::agents::adapters::settings::{Agent, AgentSettings};
-use crate::host::agents::adapters::{Adapter, Event, Exit, Outcome};
-use crate::host::agents::bridge_tokens::{AgentToken, AgentTokens};
-use crate::host::agents::kernel::Kernel;
-use crate::host::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
-use crate::host::audit::protocol;
-use crate::host::audit::protocol::{COMMANDS, Message, Process, WRITERS};
-use crate::host::records::entry::{DispatchError, Interaction, Status};
-use crate::host::records::money::Dollars;
+use crate::agents::adapters::preview::Secrets;
+use crate::agents::adapters::settings::{Agent, AgentSettings};
+use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
+use crate::agents::bridge_tokens::{AgentToken, AgentTokens};
+use crate::agents::kernel::Kernel;
+use crate::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
+use crate::audit::protocol;
+use crate::audit::protocol::{COMMANDS, Message, Process, WRITERS};
+use crate::records::entry::{DispatchError, Interaction, Status};
+use crate::records::money::Dollars;
+use svc_base::clock;
 
 /// Timeout of connecting to the runner, and of one write to it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

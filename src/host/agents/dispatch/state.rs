@@ -9,10 +9,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::event_log::EventLog;
 use super::journal::{BatchPosition, JournalEntry};
-use crate::clock::rfc3339_ms;
-use crate::host::agents::kernel::Reservation;
-use crate::host::audit::protocol::SeenCalls;
-use crate::host::records::entry::{Interaction, Status};
+use crate::agents::kernel::Reservation;
+use crate::audit::protocol::SeenCalls;
+use crate::records::entry::{Interaction, Status};
+use svc_base::clock::rfc3339_ms;
 
 /// The phase of a dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,12 +18,12 @@ use clap::Parser;
 use tokio_util::sync::CancellationToken;
 
 use super::protocol;
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::chain::chain;
-use crate::host::system::config::begin_log;
-use crate::host::system::layout::Layout;
-use crate::host::system::{systemd, unix_socket};
-use crate::http::server;
+use crate::system::config::begin_log;
+use crate::system::layout::Layout;
+use crate::system::{systemd, unix_socket};
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::chain::chain;
+use svc_http::server;
 
 /// Maximum concurrent runs without systemd, whose socket unit has its own limit.
 const MAX_RUNS: usize = 128;
@@ -31,7 +31,7 @@ const MAX_RUNS: usize = 128;
 #[derive(Parser)]
 #[command(
     name = "svc-agent",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Runs one agent for the gateway, as the owner's user",
     after_help = "Without --listen, standard input is the gateway's connection, as systemd hands it to \
                   svc-agent@.service. Example: svc-agent --listen"

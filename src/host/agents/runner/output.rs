@@ -5,7 +5,7 @@ use std::io;
 
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt};
 
-use crate::host::agents::protocol::MAX_LINE_BYTES;
+use crate::agents::protocol::MAX_LINE_BYTES;
 
 /// Bytes kept of standard error, from its end.
 const STDERR_TAIL_BYTES: usize = 8 << 10;

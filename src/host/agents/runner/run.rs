@@ -21,13 +21,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::output::{Line, Lines, StderrTail};
 use super::process_tree;
-use crate::chain::chain;
-use crate::host::agents::adapters::codex_sessions;
-use crate::host::agents::adapters::codex_sessions::SessionUsage;
-use crate::host::agents::adapters::launch::LaunchRequest;
-use crate::host::agents::adapters::{Exit, codex};
-use crate::host::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
-use crate::host::system::layout::Layout;
+use crate::agents::adapters::codex_sessions;
+use crate::agents::adapters::codex_sessions::SessionUsage;
+use crate::agents::adapters::launch::LaunchRequest;
+use crate::agents::adapters::{Exit, codex};
+use crate::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
 
 /// Timeout of reading the order, and of reading the go-ahead after it.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(10);

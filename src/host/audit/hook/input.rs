@@ -7,7 +7,7 @@ use std::io::{self, Read};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use crate::host::audit::protocol::{COMMANDS, Message, Phase, WRITERS};
+use crate::audit::protocol::{COMMANDS, Message, Phase, WRITERS};
 
 /// Maximum bytes of a hook's input.
 const MAX_INPUT_BYTES: u64 = 4 << 20;

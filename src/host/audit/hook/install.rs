@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use super::settings::{self, Unusable, Wanted};
-use crate::fsx::{self, FileError};
+use svc_base::fsx::{self, FileError};
 
 const TOOLS: &str = "Write|Edit|MultiEdit|NotebookEdit|Bash|apply_patch";
 

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use self::input::HookInput;
 use super::protocol;
 use super::protocol::{Message, SOCKET, UndeliveredHook};
-use crate::applet::{self, Exit, OrExit};
-use crate::failpoint;
-use crate::host::records::entry::GapReason;
-use crate::host::system::layout::Layout;
+use crate::records::entry::GapReason;
+use crate::system::layout::Layout;
+use svc_base::applet::{self, Exit, OrExit};
+use svc_base::failpoint;
 
 /// Parses a hook's input for `tests/fuzz`; `None` for events that change no file.
 ///
@@ -38,7 +38,7 @@ const SAVE_RESERVE: Duration = Duration::from_millis(10);
 #[derive(clap::Parser)]
 #[command(
     name = "svc-hook",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "The hook of agents' programs that reports their tool calls to svc-watch",
     after_help = "Without a command it is a hook: it reads the hook's JSON on stdin, prints nothing, and exits with 0.\n\nExample: svc-hook install"
 )]

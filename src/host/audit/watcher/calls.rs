@@ -2,7 +2,7 @@
 
 use super::peer::Peer;
 use super::windows::Window;
-use crate::host::audit::protocol::{Message, Process};
+use crate::audit::protocol::{Message, Process};
 
 /// Maximum bytes of agent names and IDs; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::tree::{FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, below};
-use crate::host::records::entry::Op;
+use crate::records::entry::Op;
 
 /// Maximum names with events; beyond that, the whole tree is checked.
 pub const MAX_NAMES: usize = 200_000;

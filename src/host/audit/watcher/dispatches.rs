@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::peer::Peer;
-use crate::host::audit::protocol::{Process, SeenCalls};
+use crate::audit::protocol::{Process, SeenCalls};
 
 /// Maximum concurrent dispatches, far above the configurable limit.
 const MAX_RUNNING: usize = 256;

@@ -19,7 +19,7 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 
 use super::diff::{DirtySet, FsProbe, Marks};
 use super::tree::{FileState, Inode, Kind, Name};
-use crate::fsx::FileError;
+use svc_base::fsx::FileError;
 
 /// The folder of records and settings, whose writers record their own changes.
 const SYSTEM_FOLDER: &[u8] = b"system";

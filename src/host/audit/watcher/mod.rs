@@ -34,13 +34,13 @@ use tokio_util::sync::CancellationToken;
 use self::peer::Peer;
 use self::thread::{HookRequest, Watcher};
 use super::protocol::{MAX_MESSAGE_BYTES, Message, SOCKET};
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::host::records::writer::Writer;
-use crate::host::system::config::begin_log;
-use crate::host::system::layout::Layout;
-use crate::host::system::systemd;
-use crate::host::system::unix_socket;
-use crate::host::system::unix_socket::PeerCredentials;
+use crate::records::writer::Writer;
+use crate::system::config::begin_log;
+use crate::system::layout::Layout;
+use crate::system::systemd;
+use crate::system::unix_socket;
+use crate::system::unix_socket::PeerCredentials;
+use svc_base::applet::{self, Exit, Failure, OrExit};
 
 /// Maximum concurrent hook connections.
 const MAX_CONNECTIONS: usize = 128;
@@ -55,7 +55,7 @@ pub const POINTS: &[&str] = &["watch.look"];
 #[derive(clap::Parser)]
 #[command(
     name = "svc-watch",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Records what agents' tools change in the owner's home",
     after_help = "Agents' hooks (svc-hook) report the start and end of tool calls; entries go to system/logs/audit.jsonl."
 )]

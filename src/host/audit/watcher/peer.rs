@@ -2,8 +2,8 @@
 
 use nix::unistd::geteuid;
 
-use crate::host::audit::protocol::Process;
-use crate::host::system::unix_socket::PeerCredentials;
+use crate::audit::protocol::Process;
+use crate::system::unix_socket::PeerCredentials;
 
 /// The connected process and its ancestors, at the time of the connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -25,13 +25,13 @@ use super::state_file::{WatcherState, load_state};
 use super::tool_paths;
 use super::tree::Tree;
 use super::windows::{Agent, Window, Windows};
-use crate::clock;
-use crate::failpoint;
-use crate::fsx::FileError;
-use crate::host::audit::protocol::{Message, Phase, Process, UndeliveredHook};
-use crate::host::records::entry::{AuditEntry, Gap, GapLine, GapReason, Op};
-use crate::host::records::writer::{Record, Records};
-use crate::host::system::layout::Layout;
+use crate::audit::protocol::{Message, Phase, Process, UndeliveredHook};
+use crate::records::entry::{AuditEntry, Gap, GapLine, GapReason, Op};
+use crate::records::writer::{Record, Records};
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::failpoint;
+use svc_base::fsx::FileError;
 
 /// Interval of checks for ended processes and saved messages.
 const TICK_INTERVAL: Duration = Duration::from_secs(2);

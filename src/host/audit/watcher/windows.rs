@@ -7,8 +7,8 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::diff::Change;
-use crate::host::audit::protocol::Process;
-use crate::host::records::entry::{AuditEntry, Op};
+use crate::audit::protocol::Process;
+use crate::records::entry::{AuditEntry, Op};
 
 /// Maximum open tool calls.
 pub const MAX_WINDOWS: usize = 256;

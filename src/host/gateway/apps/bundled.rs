@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::name::Slug;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::fsx::{self, FileError};
 
 /// The files of an app: relative path and SHA-256 of the content.
 type Tree = BTreeMap<String, String>;

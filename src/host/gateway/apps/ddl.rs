@@ -168,7 +168,7 @@ fn index_name(prefix: &str, table: &Table, columns: &[Name]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::gateway::apps::Manifest;
+    use crate::gateway::apps::Manifest;
     use serde_json::json;
 
     fn tables(value: &serde_json::Value) -> Vec<Table> {

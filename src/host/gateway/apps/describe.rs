@@ -7,11 +7,11 @@ use serde_json::Value;
 use super::icon::icon;
 use super::list::list;
 use super::pages::page;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, VIEWERS, json_answer};
-use crate::http::openapi::{
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, VIEWERS, json_answer};
+use svc_http::openapi::{
     Answer, Content, Operation, Parameter, Place, array, count, named, nullable, object, one_of, text,
 };
-use crate::http::problem::Code;
+use svc_http::problem::Code;
 
 pub static LIST: Endpoint = Endpoint {
     operation: Operation {

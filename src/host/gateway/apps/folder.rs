@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::Manifest;
 use super::name::Slug;
-use crate::beneath::Folder;
+use svc_base::beneath::Folder;
 
 const MAX_MANIFEST_BYTES: u64 = 256 * 1024;
 /// Relative to the home.
@@ -83,7 +83,7 @@ mod tests {
     fn write(home: &Path, folder: &str, slug: &str) {
         let text = format!(r#"{{"name":"n","slug":"{slug}","version":"1","runtime":"static"}}"#);
         let file = home.join(APPS_DIR).join(folder).join(MANIFEST_FILE);
-        crate::fsx::write_atomic(&file, text.as_bytes(), 0o644).unwrap();
+        svc_base::fsx::write_atomic(&file, text.as_bytes(), 0o644).unwrap();
     }
 
     #[test]

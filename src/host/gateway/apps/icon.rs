@@ -8,10 +8,10 @@ use axum::response::Response;
 use http::{HeaderValue, header};
 use sha2::{Digest, Sha256};
 
-use crate::beneath::Folder;
-use crate::host::gateway::state::Gateway;
-use crate::http::files::{Caching, StaticFile, media_type, respond};
-use crate::http::segments::Segments;
+use crate::gateway::state::Gateway;
+use svc_base::beneath::Folder;
+use svc_http::files::{Caching, StaticFile, media_type, respond};
+use svc_http::segments::Segments;
 
 const MAX_ICON_BYTES: u64 = 1024 * 1024;
 

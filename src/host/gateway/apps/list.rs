@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::foreign_origin::ForeignOrigin;
 use super::manifest::Manifest;
 use super::registry::AppsSnapshot;
-use crate::host::gateway::state::Gateway;
+use crate::gateway::state::Gateway;
 
 pub async fn list(State(gateway): State<Arc<Gateway>>) -> Json<Value> {
     let mut apps = app_list(&gateway.apps.snapshot());

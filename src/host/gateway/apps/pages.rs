@@ -16,12 +16,12 @@ use http::{HeaderValue, Uri, header};
 
 use super::foreign_origin::ForeignOrigin;
 use super::manifest::Runtime;
-use crate::beneath::Folder;
-use crate::host::gateway::auth::{Caller, Principal};
-use crate::host::gateway::state::Gateway;
-use crate::http::files::{Caching, StaticFile, percent_decode, respond};
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
+use crate::gateway::auth::{Caller, Principal};
+use crate::gateway::state::Gateway;
+use svc_base::beneath::Folder;
+use svc_http::files::{Caching, StaticFile, percent_decode, respond};
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
 
 /// Sandboxes documents in an opaque origin, without plug-ins.
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \

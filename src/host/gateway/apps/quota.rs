@@ -15,14 +15,14 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::host::agents::owner_config::{Settings, StorageQuotas};
-use crate::host::gateway::auth::Principal;
-use crate::host::gateway::database::{Database, DatabaseError};
-use crate::host::gateway::state::Gateway;
-use crate::host::system::app_sizes;
-use crate::host::system::app_sizes::AppSize;
-use crate::host::system::layout::Layout;
-use crate::http::problem::{Code, Problem, chain};
+use crate::agents::owner_config::{Settings, StorageQuotas};
+use crate::gateway::auth::Principal;
+use crate::gateway::database::{Database, DatabaseError};
+use crate::gateway::state::Gateway;
+use crate::system::app_sizes;
+use crate::system::app_sizes::AppSize;
+use crate::system::layout::Layout;
+use svc_http::problem::{Code, Problem, chain};
 
 /// Interval of measurements while the database is written to.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);

@@ -12,7 +12,7 @@ use tokio_postgres::{Client, Transaction};
 use super::ddl::{self, ExistingSchema, SchemaChange};
 use super::manifest::{Manifest, Table};
 use super::name::{Name, Slug};
-use crate::host::gateway::database;
+use crate::gateway::database;
 
 /// The result of a registration.
 #[derive(Debug)]

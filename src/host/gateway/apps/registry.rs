@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::manifest::{Manifest, Table};
 use super::name::Name;
-use crate::host::gateway::database::Pool;
+use crate::gateway::database::Pool;
 
 /// An app registered in the database.
 #[derive(Debug)]

@@ -17,12 +17,12 @@ use super::name::Slug;
 use super::register::{self, RegisterError};
 use super::registry::{App, AppError, AppsSnapshot};
 use super::watch::FolderWatcher;
-use crate::host::gateway::database::{self, Budget, DatabaseError, Pool};
-use crate::host::gateway::state::Gateway;
-use crate::host::snapshots::database_identity;
-use crate::host::snapshots::database_identity::IdentityError;
-use crate::host::system::systemd;
-use crate::http::problem::chain;
+use crate::gateway::database::{self, Budget, DatabaseError, Pool};
+use crate::gateway::state::Gateway;
+use crate::snapshots::database_identity;
+use crate::snapshots::database_identity::IdentityError;
+use crate::system::systemd;
+use svc_http::problem::chain;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::http::proof::ProofKeys;
+use svc_http::proof::ProofKeys;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -101,7 +101,7 @@ fn kids(keys: &ProofKeys) -> Vec<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::proof::ProofKey;
+    use svc_http::proof::ProofKey;
 
     fn keys(kid: &str) -> ProofKeys {
         ProofKeys { keys: vec![ProofKey { kid: kid.into(), x: String::new() }] }
@@ -118,11 +118,11 @@ mod tests {
         let file = dir.path().join("proof-keys.json");
         let ring = Keyring::new(keys("first"), file.clone());
         assert_eq!(current_kids(&ring), "first");
-        crate::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();
+        svc_base::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();
         assert_eq!(current_kids(&ring), "second");
         let generation = ring.current().1;
         for broken in [&b"{"[..], br#"{"keys":[]}"#] {
-            crate::fsx::write_atomic(&file, broken, 0o600).unwrap();
+            svc_base::fsx::write_atomic(&file, broken, 0o600).unwrap();
             assert_eq!(current_kids(&ring), "second");
         }
         assert_eq!(ring.current().1, generation);

@@ -8,11 +8,11 @@ use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 
 use super::{Denied, Identified, Ingress, Principal};
-use crate::host::gateway::state::Gateway;
-use crate::host::gateway::{body, proxy};
-use crate::http::openapi::Credential;
-use crate::http::problem::{Code, Problem};
-use crate::http::proof::Route;
+use crate::gateway::state::Gateway;
+use crate::gateway::{body, proxy};
+use svc_http::openapi::Credential;
+use svc_http::problem::{Code, Problem};
+use svc_http::proof::Route;
 
 /// The authenticated principal, for handlers behind [`admit`].
 #[derive(Debug, Clone, PartialEq, Eq)]

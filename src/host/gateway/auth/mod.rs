@@ -14,8 +14,8 @@ pub use resolve::PrincipalResolver;
 
 use std::sync::Arc;
 
-use crate::http::proof::Route;
-use crate::machine::name::IdpUserId;
+use svc_http::proof::Route;
+use svc_machine::name::IdpUserId;
 
 /// The authenticated caller of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::geteuid;
 
-use crate::host::system::unix_socket::PeerCredentials;
+use crate::system::unix_socket::PeerCredentials;
 
 /// The slice of the units that run agents (`systemd/system/svc-agent@.service`).
 const AGENTS_SLICE: &str = "svcagents.slice";

@@ -14,16 +14,16 @@ use super::keyring::Keyring;
 use super::peer::{Peer, Peers};
 use super::replay::{ReplayCache, ReplayCheck};
 use super::{Denied, Identified, Ingress, Principal};
-use crate::host::agents::bridge_tokens::AgentTokens;
-use crate::host::gateway::apps::Slug;
-use crate::host::gateway::config::{Config, OwnerConfig};
-use crate::host::system::config::Identity;
-use crate::host::system::unix_socket::PeerCredentials;
-use crate::http::client::{self, Deadlines};
-use crate::http::jwt::{JwtError, Verifier};
-use crate::http::proof::{self, Claims, LEEWAY_SECONDS, Route};
-use crate::machine::name::IdpUserId;
-use crate::metrics::PROOFS;
+use crate::agents::bridge_tokens::AgentTokens;
+use crate::gateway::apps::Slug;
+use crate::gateway::config::{Config, OwnerConfig};
+use crate::system::config::Identity;
+use crate::system::unix_socket::PeerCredentials;
+use svc_base::metrics::PROOFS;
+use svc_http::client::{self, Deadlines};
+use svc_http::jwt::{JwtError, Verifier};
+use svc_http::proof::{self, Claims, LEEWAY_SECONDS, Route};
+use svc_machine::name::IdpUserId;
 
 /// Maximum number of cached verified proofs; the platform reuses a proof for some seconds.
 const MAX_VERIFIED_PROOFS: usize = 4096;

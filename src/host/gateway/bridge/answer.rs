@@ -18,9 +18,9 @@ use super::plan::{ChangePlan, ChangeTarget, FindPlan, InsertGroup, Plan};
 use super::refusal::{self, ErrorContext};
 use super::request::Returning;
 use super::sql::Sql;
-use crate::host::gateway::apps::ChangedRows;
-use crate::host::gateway::database::Connection;
-use crate::http::problem::{Code, Problem};
+use crate::gateway::apps::ChangedRows;
+use crate::gateway::database::Connection;
+use svc_http::problem::{Code, Problem};
 
 /// A page ends early at this size, which bounds the memory of one response.
 const MAX_RESPONSE_BYTES: usize = 8 * 1024 * 1024;

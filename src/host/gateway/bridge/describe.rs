@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 
 use super::request::{ACTIONS, ActionShape, MAX_OPERATIONS};
 use super::{changes, list_schemas, query};
-use crate::host::gateway::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
-use crate::http::openapi::{
+use crate::gateway::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
+use svc_http::openapi::{
     Answer, Content, Operation, Parameter, Place, any_text, array, boolean, count, matching, named, nullable,
     object, one_of, text,
 };
-use crate::http::problem::Code;
+use svc_http::problem::Code;
 
 /// Maximum body size of a query, in bytes.
 pub const MAX_QUERY_BYTES: usize = 1024 * 1024;

@@ -10,8 +10,8 @@ use super::fields::{Fields, elements, is_null, is_object};
 use super::param::Param;
 use super::sql::Sql;
 use super::value::{bind, bind_bound};
-use crate::host::gateway::apps::{Column, ColumnType, Table};
-use crate::http::problem::FieldError;
+use crate::gateway::apps::{Column, ColumnType, Table};
+use svc_http::problem::FieldError;
 
 const MAX_DEPTH: usize = 5;
 const MAX_TERMS: usize = 50;

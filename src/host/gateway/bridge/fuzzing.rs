@@ -15,9 +15,9 @@ use super::order::Order;
 use super::plan::plan;
 use super::request::{Action, BridgeRequest};
 use super::sql::Sql;
-pub use crate::host::gateway::apps::path_in_app;
-use crate::host::gateway::apps::{ColumnType, Manifest, Name, Table, registration_sql};
-use crate::machine::epoch::Epoch;
+pub use crate::gateway::apps::path_in_app;
+use crate::gateway::apps::{ColumnType, Manifest, Name, Table, registration_sql};
+use svc_machine::epoch::Epoch;
 
 static TABLE: LazyLock<Table> = LazyLock::new(|| {
     let columns: Map<String, Value> =

@@ -14,12 +14,12 @@ use super::describe::MAX_QUERY_BYTES;
 use super::plan::{self, Plan};
 use super::request::{Action, BridgeRequest, TableCall};
 use super::{refusal, run, schemas};
-use crate::host::gateway::apps::{App, ChangedRows, SentWrite, WriteSize};
-use crate::host::gateway::auth::{Caller, Principal};
-use crate::host::gateway::body;
-use crate::host::gateway::state::Gateway;
-use crate::http::problem::{Code, Problem};
-use crate::metrics::BRIDGE_ACTIONS;
+use crate::gateway::apps::{App, ChangedRows, SentWrite, WriteSize};
+use crate::gateway::auth::{Caller, Principal};
+use crate::gateway::body;
+use crate::gateway::state::Gateway;
+use svc_base::metrics::BRIDGE_ACTIONS;
+use svc_http::problem::{Code, Problem};
 
 /// `POST /api/bridge/query`.
 pub async fn query(

@@ -7,8 +7,8 @@ use serde_json::value::RawValue;
 use super::cursor::Cursor;
 use super::fields::{Fields, elements, text};
 use super::sql::Sql;
-use crate::host::gateway::apps::{Column, Table};
-use crate::http::problem::FieldError;
+use crate::gateway::apps::{Column, Table};
+use svc_http::problem::FieldError;
 
 const MAX_KEYS: usize = 8;
 

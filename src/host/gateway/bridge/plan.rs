@@ -13,8 +13,8 @@ use super::param::Param;
 use super::request::{CountMode, Find, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
-use crate::host::gateway::apps::{Column, ColumnType, Name, Table};
-use crate::http::problem::FieldError;
+use crate::gateway::apps::{Column, ColumnType, Name, Table};
+use svc_http::problem::FieldError;
 
 const DEFAULT_LIMIT: i64 = 100;
 const MAX_LIMIT: i64 = 1000;

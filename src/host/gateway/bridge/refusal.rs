@@ -8,9 +8,9 @@ use tokio_postgres::error::{DbError, SqlState};
 
 use super::filter::escape_segment;
 use super::plan::Plan;
-use crate::host::gateway::database::PoolError;
-use crate::http::problem::{Code, FieldError, Problem};
-use crate::metrics::{BRIDGE_SQLSTATES, label};
+use crate::gateway::database::PoolError;
+use svc_base::metrics::{BRIDGE_SQLSTATES, label};
+use svc_http::problem::{Code, FieldError, Problem};
 
 /// Delay before a client should retry, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 2;

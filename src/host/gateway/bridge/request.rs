@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use super::describe::fields_of;
 use super::fields::{Fields, elements, text};
 use super::filter::escape_segment;
-use crate::http::problem::{FieldError, Problem};
+use svc_http::problem::{FieldError, Problem};
 
 pub const MAX_OPERATIONS: usize = 50;
 

@@ -11,9 +11,9 @@ use futures_util::FutureExt;
 use super::answer::{BridgeResponse, ExecutionMode, PreparedPlan, ResponseBudget, execute};
 use super::plan::Plan;
 use super::refusal::{self, ErrorContext};
-use crate::host::gateway::apps::ChangedRows;
-use crate::host::gateway::database::{Connection, Lease, Pool};
-use crate::http::problem::{Code, Problem};
+use crate::gateway::apps::ChangedRows;
+use crate::gateway::database::{Connection, Lease, Pool};
+use svc_http::problem::{Code, Problem};
 
 /// Extra time after `statement_timeout` before the connection is abandoned.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(5);

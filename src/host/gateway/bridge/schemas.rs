@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::host::gateway::apps::{App, Column, Name, Origin, Table};
+use crate::gateway::apps::{App, Column, Name, Origin, Table};
 
 /// The schema of one app.
 pub fn schema_json(app: &App) -> Value {

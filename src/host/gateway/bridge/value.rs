@@ -7,7 +7,7 @@ use serde_json::value::RawValue;
 
 use super::fields::{is_null, text};
 use super::param::Param;
-use crate::host::gateway::apps::ColumnType;
+use crate::gateway::apps::ColumnType;
 
 /// Maximum digits of a number, before the point and after it. PostgreSQL allows 131,072, so a few bytes with an
 /// exponent could make every response with that number large.

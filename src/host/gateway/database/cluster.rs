@@ -6,7 +6,7 @@ use tokio_postgres::Client;
 
 use super::connect::DatabaseError;
 use super::outbox;
-use crate::machine::epoch::Epoch;
+use svc_machine::epoch::Epoch;
 
 /// Connections reserved for the owner's tools, backups and the gateway itself.
 const RESERVED_CONNECTIONS: usize = 16;

@@ -8,8 +8,8 @@ use tokio::sync::{Mutex, Notify};
 use tokio_postgres::config::Host;
 use tokio_postgres::{AsyncMessage, Client, NoTls, SimpleQueryMessage};
 
-use crate::host::gateway::config::Config;
-use crate::http::resolve;
+use crate::gateway::config::Config;
+use svc_http::resolve;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);

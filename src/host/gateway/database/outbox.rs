@@ -10,8 +10,8 @@
 use tokio_postgres::{Client, GenericClient, Transaction};
 
 use super::connect::DatabaseError;
-use crate::host::gateway::apps::Name;
-use crate::machine::epoch::Epoch;
+use crate::gateway::apps::Name;
+use svc_machine::epoch::Epoch;
 
 /// The notification channel for changes of other sessions.
 pub const CHANNEL: &str = "svc_changes";

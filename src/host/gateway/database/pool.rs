@@ -15,7 +15,7 @@ use super::budget::{Budget, ConnectionPermit};
 use super::connect::{Database, DatabaseError, connect};
 use super::connection::{Connection, now_ms};
 use super::lease::Lease;
-use crate::metrics::BRIDGE_WAITS;
+use svc_base::metrics::BRIDGE_WAITS;
 
 /// Maximum connections of one app.
 const MAX_CONNECTIONS: usize = 16;
@@ -272,7 +272,7 @@ impl Pool {
             Ok(connection) => Ok(Some(connection)),
             Err(error) if need == Need::First => Err(error.into()),
             Err(error) => {
-                tracing::debug!(error = %crate::http::problem::chain(&error), "opening another connection failed");
+                tracing::debug!(error = %svc_http::problem::chain(&error), "opening another connection failed");
                 Ok(None)
             }
         }

@@ -8,7 +8,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::GenericClient;
 
-use crate::host::gateway::apps::Name;
+use crate::gateway::apps::Name;
 
 /// Generates a password.
 ///

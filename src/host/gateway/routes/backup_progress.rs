@@ -10,17 +10,17 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::clock;
-use crate::fsx;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::host::snapshots::backup_progress::BackupProgress;
-use crate::host::system::blocking::blocking;
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::http::openapi::{Operation, boolean, count, object, one_of, text, time};
-use crate::http::problem::{Code, Problem};
-use crate::store::key;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
+use crate::gateway::state::Gateway;
+use crate::snapshots::backup_progress::BackupProgress;
+use crate::system::blocking::blocking;
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use svc_base::clock;
+use svc_base::fsx;
+use svc_http::openapi::{Operation, boolean, count, object, one_of, text, time};
+use svc_http::problem::{Code, Problem};
+use svc_store::key;
 
 /// The result of the last run, from `last-backup.json`.
 #[derive(Deserialize)]

@@ -15,25 +15,25 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::limits::sender;
-use crate::host::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
-use crate::host::agents::dispatch::event_log::EventLog;
-use crate::host::agents::dispatch::request::{
+use crate::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
+use crate::agents::dispatch::event_log::EventLog;
+use crate::agents::dispatch::request::{
     DispatchId, DispatchRequest, MAX_BATCH_ENTRIES, MAX_BODY_BYTES, MAX_CONVERSATION_CHARS, MAX_MODEL_CHARS,
     MAX_PROMPT_CHARS, MAX_SENDER_CHARS,
 };
-use crate::host::agents::dispatch::state::{Dispatch, Phase};
-use crate::host::agents::dispatch::{DispatchTarget, Dispatcher};
-use crate::host::gateway::auth::Caller;
-use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
-use crate::host::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
-use crate::host::gateway::state::Gateway;
-use crate::http::openapi::{
+use crate::agents::dispatch::state::{Dispatch, Phase};
+use crate::agents::dispatch::{DispatchTarget, Dispatcher};
+use crate::gateway::auth::Caller;
+use crate::gateway::body;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
+use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
+use crate::gateway::state::Gateway;
+use svc_http::openapi::{
     Answer, Content, Operation, Parameter, Place, array, boolean, fields, matching, named, nullable, object,
     one_of, text, text_to, time,
 };
-use crate::http::problem::{Code, Problem};
-use crate::http::segments::Segments;
+use svc_http::problem::{Code, Problem};
+use svc_http::segments::Segments;
 
 /// Maximum number of listed dispatches.
 const MAX_LISTED: usize = 200;
@@ -210,7 +210,7 @@ pub fn dispatch_schema() -> Value {
             ("refused", nullable(text())),
             ("interaction", nullable(named("Interaction"))),
         ],
-        &[("index", crate::http::openapi::count())],
+        &[("index", svc_http::openapi::count())],
     )
 }
 

@@ -9,11 +9,11 @@ use axum::routing::get;
 use http::{HeaderValue, Method, StatusCode, header};
 use serde_json::{Value, json};
 
-use crate::host::gateway::auth::Ingress;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::http::openapi::{Operation, object, one_of, text};
-use crate::http::problem::chain;
+use crate::gateway::auth::Ingress;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
+use crate::gateway::state::Gateway;
+use svc_http::openapi::{Operation, object, one_of, text};
+use svc_http::problem::chain;
 
 /// Reports that the process is running.
 pub async fn live() -> Response {

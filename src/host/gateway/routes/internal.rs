@@ -11,17 +11,17 @@ use http::{HeaderMap, Method, StatusCode};
 use jiff::Timestamp;
 use serde_json::json;
 
-use crate::clock::rfc3339_ms;
-use crate::fsx;
-use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::host::system::blocking::blocking;
-use crate::host::update::protocol::UpdateRequest;
-use crate::http::openapi::{Operation, fields, matching, object, one_of, time};
-use crate::http::problem::{Code, Problem};
-use crate::http::request_id;
-use crate::machine::name::ImageVersion;
+use crate::gateway::body;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
+use crate::gateway::state::Gateway;
+use crate::system::blocking::blocking;
+use crate::update::protocol::UpdateRequest;
+use svc_base::clock::rfc3339_ms;
+use svc_base::fsx;
+use svc_http::openapi::{Operation, fields, matching, object, one_of, time};
+use svc_http::problem::{Code, Problem};
+use svc_http::request_id;
+use svc_machine::name::ImageVersion;
 
 /// `POST /_svc/internal/backup`: requests a backup. A repeated request before it runs has no further effect.
 pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {

@@ -10,27 +10,27 @@ use http::{HeaderMap, Method};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
-use crate::clock::{now_ms, rfc3339_ms};
-use crate::fsx::{self, FileError};
-use crate::host::agents::kernel::Kernel;
-use crate::host::agents::owner_config;
-use crate::host::agents::owner_config::Settings;
-use crate::host::gateway::auth::{Caller, Principal};
-use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, READERS, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::host::records::calendar::Calendar;
-use crate::host::records::entry::{AuditEntry, Op};
-use crate::host::records::limits::{Period, Spent};
-use crate::host::records::money::Dollars;
-use crate::host::records::writer::Record;
-use crate::host::system::blocking::blocking;
-use crate::http::fields::Fields;
-use crate::http::openapi::{
+use crate::agents::kernel::Kernel;
+use crate::agents::owner_config;
+use crate::agents::owner_config::Settings;
+use crate::gateway::auth::{Caller, Principal};
+use crate::gateway::body;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, READERS, json_answer};
+use crate::gateway::state::Gateway;
+use crate::records::calendar::Calendar;
+use crate::records::entry::{AuditEntry, Op};
+use crate::records::limits::{Period, Spent};
+use crate::records::money::Dollars;
+use crate::records::writer::Record;
+use crate::system::blocking::blocking;
+use svc_base::clock::{now_ms, rfc3339_ms};
+use svc_base::fsx::{self, FileError};
+use svc_http::fields::Fields;
+use svc_http::openapi::{
     Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,
 };
-use crate::http::problem::{Code, Problem};
-use crate::http::usage::MAX_SENDER_CHARS;
+use svc_http::problem::{Code, Problem};
+use svc_http::usage::MAX_SENDER_CHARS;
 
 /// Maximum length of a time zone's name.
 const MAX_ZONE_CHARS: usize = 64;

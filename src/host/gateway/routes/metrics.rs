@@ -10,17 +10,17 @@ use http::header;
 use jiff::Timestamp;
 use serde::Deserialize;
 
-use crate::host::gateway::state::Gateway;
-use crate::host::records::files::RecordKind;
-use crate::host::records::page::{self, Verdict};
-use crate::host::snapshots::check_log::{Check, CheckKind, Status};
-use crate::host::system::layout::Layout;
-use crate::http::problem::Problem;
-use crate::metrics::{
+use crate::gateway::state::Gateway;
+use crate::records::files::RecordKind;
+use crate::records::page::{self, Verdict};
+use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::system::layout::Layout;
+use svc_base::metrics::{
     APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, RECORDS_STUCK,
     RECORDS_WAITING, SNAPSHOT_TAKEN, Scrape,
 };
-use crate::store::key;
+use svc_http::problem::Problem;
+use svc_store::key;
 
 /// `GET /metrics`.
 pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Extension<Scrape>) -> Response {

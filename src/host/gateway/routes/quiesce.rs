@@ -10,14 +10,14 @@ use axum::routing::post;
 use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 
-use crate::clock::rfc3339_ms;
-use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::host::gateway::writers::Progress;
-use crate::http::openapi::{Operation, count, fields, nullable, object, time, uuid};
-use crate::http::problem::{Code, Problem};
-use crate::machine::id::OperationId;
+use crate::gateway::body;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
+use crate::gateway::state::Gateway;
+use crate::gateway::writers::Progress;
+use svc_base::clock::rfc3339_ms;
+use svc_http::openapi::{Operation, count, fields, nullable, object, time, uuid};
+use svc_http::problem::{Code, Problem};
+use svc_machine::id::OperationId;
 
 async fn operation_id(headers: &HeaderMap, body: Body) -> Result<OperationId, Problem> {
     let mut fields = body::fields(headers, body, DEFAULT_MAX_BODY_BYTES).await?;

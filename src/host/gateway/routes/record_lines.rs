@@ -13,15 +13,15 @@ use serde_json::{Map, Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Duration, Instant};
 
-use crate::chain::chain;
-use crate::host::agents::kernel::Kernel;
-use crate::host::gateway::bridge;
-use crate::host::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
-use crate::host::records::files::{LinePosition, RecordKind, TailPosition};
-use crate::host::records::page::{self, PageError, Verdict};
-use crate::host::records::tail::Tail;
-use crate::http::fields::Fields;
-use crate::http::problem::{Code, Problem};
+use crate::agents::kernel::Kernel;
+use crate::gateway::bridge;
+use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
+use crate::records::files::{LinePosition, RecordKind, TailPosition};
+use crate::records::page::{self, PageError, Verdict};
+use crate::records::tail::Tail;
+use svc_base::chain::chain;
+use svc_http::fields::Fields;
+use svc_http::problem::{Code, Problem};
 
 pub const DEFAULT_LIMIT: usize = 50;
 pub const MAX_LIMIT: usize = 1000;

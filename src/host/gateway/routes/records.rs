@@ -8,14 +8,14 @@ use std::sync::Arc;
 
 use super::record_lines;
 use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::host::records::files::RecordKind;
-use crate::http::openapi::{
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, json_answer};
+use crate::gateway::state::Gateway;
+use crate::records::files::RecordKind;
+use svc_http::openapi::{
     Answer, Content, Operation, Parameter, Place, array, boolean, count, matching, named, nullable, number,
     object, one_of, text, text_to, time,
 };
-use crate::http::problem::Code;
+use svc_http::problem::Code;
 
 const fn filter(name: &'static str, about: &'static str) -> Parameter {
     Parameter { name, place: Place::Query, schema: || text_to(MAX_FILTER_CHARS), about }

@@ -12,22 +12,20 @@ use axum::routing::{delete as on_delete, get, post};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::{Value, json};
 
-use crate::clock::rfc3339_ms;
-use crate::fsx::FileError;
-use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::host::snapshots::side_database;
-use crate::host::snapshots::side_database::{
-    Action, Copy, MAX_TABLES, Mode, Request, SnapshotChoice, Status,
-};
-use crate::host::system::blocking::blocking;
-use crate::host::system::layout::Layout;
-use crate::http::openapi::{
+use crate::gateway::body;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
+use crate::gateway::state::Gateway;
+use crate::snapshots::side_database;
+use crate::snapshots::side_database::{Action, Copy, MAX_TABLES, Mode, Request, SnapshotChoice, Status};
+use crate::system::blocking::blocking;
+use crate::system::layout::Layout;
+use svc_base::clock::rfc3339_ms;
+use svc_base::fsx::FileError;
+use svc_http::openapi::{
     Operation, array, boolean, count, fields, matching, named, nullable, object, one_of, text, text_to, time,
 };
-use crate::http::problem::{Code, Problem};
-use crate::store::key::SnapshotKey;
+use svc_http::problem::{Code, Problem};
+use svc_store::key::SnapshotKey;
 
 /// `GET /api/side-database`
 pub async fn show(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {

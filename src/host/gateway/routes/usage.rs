@@ -7,13 +7,13 @@ use axum::extract::{RawQuery, State};
 use axum::routing::get;
 use http::Method;
 
-use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS_AND_PLATFORM, json_answer};
-use crate::host::gateway::state::Gateway;
-use crate::host::records::ledger::{Report, UsageQuery};
-use crate::http::fields::Fields;
-use crate::http::openapi::Operation;
-use crate::http::problem::{Code, Problem};
-use crate::http::usage;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS_AND_PLATFORM, json_answer};
+use crate::gateway::state::Gateway;
+use crate::records::ledger::{Report, UsageQuery};
+use svc_http::fields::Fields;
+use svc_http::openapi::Operation;
+use svc_http::problem::{Code, Problem};
+use svc_http::usage;
 
 async fn serve(
     State(gateway): State<Arc<Gateway>>,

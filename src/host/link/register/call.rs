@@ -8,12 +8,12 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 use url::Url;
 
-use crate::host::system::backoff::Backoff;
-use crate::host::system::config::PlatformLink;
-use crate::http::client::{self, Deadlines};
-use crate::http::request_id;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
+use crate::system::backoff::Backoff;
+use crate::system::config::PlatformLink;
+use svc_http::client::{self, Deadlines};
+use svc_http::request_id;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
 
 /// The platform's response to a registration.
 #[derive(Debug, Deserialize)]
@@ -115,12 +115,12 @@ impl<'a> RegistrationClient<'a> {
             .body(body.to_owned());
         let response = match request_id::onward(request).send().await {
             Ok(response) => response,
-            Err(error) => return Attempt::Retry(crate::http::problem::chain(&error)),
+            Err(error) => return Attempt::Retry(svc_http::problem::chain(&error)),
         };
         let status = response.status();
         let body = match response.bytes().await {
             Ok(body) => body,
-            Err(error) => return Attempt::Retry(crate::http::problem::chain(&error)),
+            Err(error) => return Attempt::Retry(svc_http::problem::chain(&error)),
         };
         match status {
             status if status.is_success() => Attempt::Done(Ok(body)),

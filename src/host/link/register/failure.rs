@@ -6,11 +6,11 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Serialize;
 
 use super::call::RegistrationClient;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::config::Env;
-use crate::host::system::config;
-use crate::host::system::config::{DatabaseUrl, Identity, PlatformLink};
-use crate::host::system::layout::Layout;
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
+use crate::system::layout::Layout;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::config::Env;
 
 const MAX_MESSAGE_CHARS: usize = 500;
 const REPORT_TIMEOUT: Duration = Duration::from_secs(60);

@@ -5,12 +5,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::http::tls::SpkiPin;
-use crate::machine::id::MachineId;
-use crate::machine::name::ImageVersion;
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_http::tls::SpkiPin;
+use svc_machine::id::MachineId;
+use svc_machine::name::ImageVersion;
 
 /// The request of `POST /vps/register` (contract, part 3).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -15,21 +15,21 @@ use std::time::{Duration, Instant};
 
 use secrecy::SecretString;
 
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::config::Env;
-use crate::failpoint;
-use crate::host::system::config;
-use crate::host::system::config::{Identity, PlatformLink, begin_log};
-use crate::host::system::layout::Layout;
-use crate::host::system::probe;
-use crate::host::system::probe::Gateway;
-use crate::host::system::release;
-use crate::http::request_id;
-use crate::http::tls::SpkiPin;
-use crate::machine::name::ImageVersion;
-use crate::store::bundle;
+use crate::system::config;
+use crate::system::config::{Identity, PlatformLink, begin_log};
+use crate::system::layout::Layout;
+use crate::system::probe;
+use crate::system::probe::Gateway;
+use crate::system::release;
 use call::{RegistrationClient, RegistrationError};
 use ledger::{Ledger, RegistrationBody};
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::config::Env;
+use svc_base::failpoint;
+use svc_http::request_id;
+use svc_http::tls::SpkiPin;
+use svc_machine::name::ImageVersion;
+use svc_store::bundle;
 
 /// Fail points of a registration.
 pub const POINTS: &[&str] = &["register.begin", "register.ready", "register.written", "register.answered"];
@@ -37,7 +37,7 @@ pub const POINTS: &[&str] = &["register.begin", "register.ready", "register.writ
 #[derive(clap::Parser)]
 #[command(
     name = "svc-register",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Registers this machine at the platform, once",
     subcommand_negates_reqs = true
 )]

@@ -8,10 +8,10 @@ use serde::Serialize;
 use super::call::RegistrationClient;
 use super::failure::BootStage;
 use super::ledger::Ledger;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::host::system::config;
-use crate::host::system::config::{Identity, PlatformLink};
-use crate::host::system::layout::Layout;
+use crate::system::config;
+use crate::system::config::{Identity, PlatformLink};
+use crate::system::layout::Layout;
+use svc_base::applet::{Exit, Failure, OrExit};
 
 /// Maximum delay of the boot by one report.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);

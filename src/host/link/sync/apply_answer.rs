@@ -5,21 +5,21 @@ use serde::Serialize;
 
 use super::SyncConfig;
 use super::heartbeat::{self, AcceptedToken, HeartbeatResponse};
-use crate::chain::chain;
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::system::epoch;
-use crate::host::system::layout::Layout;
-use crate::host::system::quiesce;
-use crate::host::system::quiesce::{Quiesce, QuiesceError};
-use crate::host::system::upgrade_token::TokenError;
-use crate::host::update::protocol;
-use crate::host::update::protocol::{LastUpdate, UpdateRequest, UpdateResult};
-use crate::http::proof::ProofKeys;
-use crate::http::request_id;
-use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
-use crate::machine::name::ImageVersion;
+use crate::system::epoch;
+use crate::system::layout::Layout;
+use crate::system::quiesce;
+use crate::system::quiesce::{Quiesce, QuiesceError};
+use crate::system::upgrade_token::TokenError;
+use crate::update::protocol;
+use crate::update::protocol::{LastUpdate, UpdateRequest, UpdateResult};
+use svc_base::chain::chain;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_http::proof::ProofKeys;
+use svc_http::request_id;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+use svc_machine::name::ImageVersion;
 
 /// Record that another machine has replaced this one. The gateway, the backup and the agent stop when the file
 /// exists.

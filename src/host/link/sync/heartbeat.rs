@@ -10,17 +10,17 @@ use serde_json::value::RawValue;
 
 use super::SyncConfig;
 use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
-use crate::host::system::registration;
-use crate::host::system::release;
-use crate::host::system::upgrade_token::Tokens;
-use crate::host::update::protocol;
-use crate::host::update::protocol::Outcome;
-use crate::host::update::trusted_keys::TrustedKeyIds;
-use crate::http::client::{self, Deadlines};
-use crate::http::proof::ProofKeys;
-use crate::http::request_id;
-use crate::machine::epoch::Epoch;
-use crate::machine::name::ImageVersion;
+use crate::system::registration;
+use crate::system::release;
+use crate::system::upgrade_token::Tokens;
+use crate::update::protocol;
+use crate::update::protocol::Outcome;
+use crate::update::trusted_keys::TrustedKeyIds;
+use svc_http::client::{self, Deadlines};
+use svc_http::proof::ProofKeys;
+use svc_http::request_id;
+use svc_machine::epoch::Epoch;
+use svc_machine::name::ImageVersion;
 
 /// The request of `POST /vps/:id/heartbeat`.
 #[derive(Debug, Serialize)]

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use super::SyncConfig;
 use super::heartbeat;
 use super::server::CloudServer;
-use crate::clock;
-use crate::host::system::quiesce::Quiesce;
-use crate::store::StoreError;
-use crate::store::meta::{self, MetaError, VpsMeta};
-use crate::store::pointer_io;
+use crate::system::quiesce::Quiesce;
+use svc_base::clock;
+use svc_store::StoreError;
+use svc_store::meta::{self, MetaError, VpsMeta};
+use svc_store::pointer_io;
 
 /// Shorter than the interval between two writes.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);

@@ -18,30 +18,30 @@ use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::chain::chain;
-use crate::config::Env;
-use crate::host::system::config;
-use crate::host::system::config::{DatabaseUrl, Identity, PlatformLink, begin_log};
-use crate::host::system::epoch;
-use crate::host::system::layout::Layout;
-use crate::host::system::postgres::Server;
-use crate::host::system::probe;
-use crate::host::system::quiesce::Quiesce;
-use crate::host::system::store::StoreLink;
-use crate::host::system::store_credentials::{DuringOutage, RenewingCredentials};
-use crate::http::request_id;
-use crate::machine::epoch::Epoch;
-use crate::machine::name::ImageVersion;
-use crate::store::Bucket;
-use crate::store::key::SlotPrefix;
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, Identity, PlatformLink, begin_log};
+use crate::system::epoch;
+use crate::system::layout::Layout;
+use crate::system::postgres::Server;
+use crate::system::probe;
+use crate::system::quiesce::Quiesce;
+use crate::system::store::StoreLink;
+use crate::system::store_credentials::{DuringOutage, RenewingCredentials};
 use apply_answer::Superseded;
 use heartbeat::HeartbeatClient;
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::chain::chain;
+use svc_base::config::Env;
+use svc_http::request_id;
+use svc_machine::epoch::Epoch;
+use svc_machine::name::ImageVersion;
+use svc_store::Bucket;
+use svc_store::key::SlotPrefix;
 
 #[derive(clap::Parser)]
 #[command(
     name = "svc-sync-agent",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Sends this machine's heartbeats to the platform and its metadata to the object store"
 )]
 struct Args {}
@@ -165,7 +165,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                     Err(error) => tracing::error!(%error, "could not store the platform's response"),
                 }
             }
-            Err(error) => tracing::warn!(error = %crate::http::problem::chain(&error), "heartbeat failed"),
+            Err(error) => tracing::warn!(error = %svc_http::problem::chain(&error), "heartbeat failed"),
         }
     }
 }
@@ -193,7 +193,7 @@ async fn run_meta_writer(config: &SyncConfig) -> std::convert::Infallible {
             tracing::warn!(%error, "could not renew the credentials for the object store");
         }
         if let Err(error) = meta::write(config, &mut last_write).await {
-            tracing::warn!(error = %crate::http::problem::chain(&error), "could not write vps-meta.json");
+            tracing::warn!(error = %svc_http::problem::chain(&error), "could not write vps-meta.json");
         }
     }
 }

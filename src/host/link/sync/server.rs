@@ -5,8 +5,8 @@ use std::net::Ipv4Addr;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::fsx;
-use crate::host::system::layout::Layout;
+use crate::system::layout::Layout;
+use svc_base::fsx;
 
 /// The server as the provider's metadata service described it at boot. A part is `None` without cloud-init or with
 /// another provider's data.

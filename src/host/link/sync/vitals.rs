@@ -7,17 +7,17 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::SyncConfig;
-use crate::clock;
-use crate::fsx;
-use crate::host::snapshots::check_log::{Check, CheckKind, Status};
-use crate::host::snapshots::database_identity;
-use crate::host::snapshots::held_snapshot::HeldSnapshot;
-use crate::host::system::config;
-use crate::host::system::probe;
-use crate::host::system::probe::Gateway;
-use crate::host::update::protocol::SnapshotWait;
-use crate::http::proof::ProofKeys;
-use crate::store::key;
+use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::database_identity;
+use crate::snapshots::held_snapshot::HeldSnapshot;
+use crate::system::config;
+use crate::system::probe;
+use crate::system::probe::Gateway;
+use crate::update::protocol::SnapshotWait;
+use svc_base::clock;
+use svc_base::fsx;
+use svc_http::proof::ProofKeys;
+use svc_store::key;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The platform accepts at most this number.

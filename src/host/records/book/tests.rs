@@ -5,8 +5,8 @@ use std::fs;
 use jiff::Timestamp;
 
 use super::*;
-use crate::host::records::entry::Status;
-use crate::host::records::writer::Writer;
+use crate::records::entry::Status;
+use crate::records::writer::Writer;
 
 struct TestBook {
     dir: tempfile::TempDir,

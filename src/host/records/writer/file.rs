@@ -10,8 +10,8 @@ use std::sync::Arc;
 use nix::fcntl::OFlag;
 
 use super::sync::Unsynced;
-use crate::fsx::FileError;
-use crate::host::records::jsonl;
+use crate::records::jsonl;
+use svc_base::fsx::FileError;
 
 /// The format of lines, which determines how a torn one is repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,8 +7,8 @@ use jiff::Timestamp;
 
 use super::file::Extent;
 use super::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
-use crate::clock;
-use crate::host::records::entry::{Gap, GapLine};
+use crate::records::entry::{Gap, GapLine};
+use svc_base::clock;
 
 /// Size of a piece; lines are never copied again.
 const PIECE_BYTES: usize = BATCH_BYTES;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::Sizes;
-use crate::fsx::FileError;
+use svc_base::fsx::FileError;
 
 /// A directory to read.
 struct Directory {

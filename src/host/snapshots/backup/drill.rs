@@ -5,22 +5,21 @@ use std::path::Path;
 use std::time::Instant;
 
 use super::BackupSettings;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::clock;
-use crate::failpoint::{self, Injected};
-use crate::fsx::FileError;
-use crate::host;
-use crate::host::snapshots::check_log::{Check, CheckKind, Status};
-use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{DownloadError, LoadError, RestoreContext, RoleLifetime};
-use crate::host::system::lock::Lock;
-use crate::host::system::postgres;
-use crate::host::system::postgres::ConnectError;
-use crate::http::problem::chain;
-use crate::quantity::counted;
-use crate::store::StoreError;
-use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
+use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::staging;
+use crate::snapshots::staging::{DownloadError, LoadError, RestoreContext, RoleLifetime};
+use crate::system::lock::Lock;
+use crate::system::postgres;
+use crate::system::postgres::ConnectError;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::clock;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
+use svc_base::quantity::counted;
+use svc_http::problem::chain;
+use svc_store::StoreError;
+use svc_store::pointer::SnapshotRef;
+use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Fail points of a run.
 pub const POINTS: &[&str] =
@@ -52,7 +51,7 @@ impl DrillError {
     fn exit(&self) -> Exit {
         match self {
             Self::Damaged { .. } => Exit::Refused,
-            Self::Store(error) => host::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),

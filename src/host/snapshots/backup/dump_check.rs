@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::dump;
-use crate::host::system::postgres_tools;
-use crate::host::system::postgres_tools::PgTools;
+use crate::system::postgres_tools;
+use crate::system::postgres_tools::PgTools;
 
 /// Chunks by which the reader may lag behind the writer.
 const QUEUE_CAPACITY: usize = 8;

@@ -19,24 +19,23 @@ use super::row_loss;
 use super::row_loss::EmptiedDatabase;
 use super::shrink_guard::{self, HeldBackError, Trigger};
 use super::snapshot::{Snapshot, SnapshotError};
-use crate::applet::{Exit, Failure, OrExit};
-use crate::clock;
-use crate::failpoint::{self, Injected};
-use crate::fsx::FileError;
-use crate::host;
-use crate::host::snapshots::check_log::Status;
-use crate::host::snapshots::database_identity;
-use crate::host::snapshots::database_identity::IdentityError;
-use crate::host::snapshots::held_snapshot::HeldSnapshot;
-use crate::host::system::lock::Lock;
-use crate::host::system::postgres::ConnectError;
-use crate::http::problem::chain;
-use crate::store::StoreError;
-use crate::store::key;
-use crate::store::pointer::{Fenced, SnapshotRef};
-use crate::store::pointer_io::{self, PointerError};
-use crate::store::snapshot::{self as stored, DatabaseIdentity, Recorded, SideRecord};
-use crate::store::upload::{PartLayout, Upload, UploadError};
+use crate::snapshots::check_log::Status;
+use crate::snapshots::database_identity;
+use crate::snapshots::database_identity::IdentityError;
+use crate::snapshots::held_snapshot::HeldSnapshot;
+use crate::system::lock::Lock;
+use crate::system::postgres::ConnectError;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::clock;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
+use svc_http::problem::chain;
+use svc_store::StoreError;
+use svc_store::key;
+use svc_store::pointer::{Fenced, SnapshotRef};
+use svc_store::pointer_io::{self, PointerError};
+use svc_store::snapshot::{self as stored, DatabaseIdentity, Recorded, SideRecord};
+use svc_store::upload::{PartLayout, Upload, UploadError};
 
 /// Fail points of a run.
 pub const POINTS: &[&str] = &[
@@ -130,7 +129,7 @@ impl BackupError {
             Self::Superseded | Self::Fenced(_) => Exit::Permission,
             Self::Store(error)
             | Self::Unpublished { source: PointerError::Store(error), .. }
-            | Self::Upload(UploadError::Store(error)) => host::system::store::exit(error),
+            | Self::Upload(UploadError::Store(error)) => crate::system::store::exit(error),
             Self::Unpublished { .. } => Exit::Unavailable,
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),

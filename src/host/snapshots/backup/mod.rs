@@ -36,25 +36,25 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::side_database::{Action, Copy, Mode, SnapshotChoice};
 use super::staging;
 use super::staging::RestoreContext;
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::chain::chain;
-use crate::config::Env;
-use crate::host::system::config;
-use crate::host::system::config::{DatabaseUrl, Identity, begin_log};
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::host::system::postgres::Server;
-use crate::host::system::postgres_tools::{Compression, PgTools};
-use crate::host::system::store::StoreLink;
-use crate::host::system::store_credentials::DuringOutage;
-use crate::host::system::user;
-use crate::http::request_id;
-use crate::store::Bucket;
-use crate::store::key::{SlotPrefix, SnapshotKey};
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, Identity, begin_log};
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use crate::system::postgres::Server;
+use crate::system::postgres_tools::{Compression, PgTools};
+use crate::system::store::StoreLink;
+use crate::system::store_credentials::DuringOutage;
+use crate::system::user;
 use job::{RunOptions, Unpublished};
 use request::Request;
 use retry::Retry;
 use shrink_guard::Trigger;
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::chain::chain;
+use svc_base::config::Env;
+use svc_http::request_id;
+use svc_store::Bucket;
+use svc_store::key::{SlotPrefix, SnapshotKey};
 use verify::VerifyTargets;
 
 pub use drill::POINTS as DRILL_POINTS;
@@ -73,7 +73,7 @@ const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);
 #[derive(clap::Parser)]
 #[command(
     name = "svc-db-backup",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Takes a snapshot of the database, verifies it, uploads it and moves the pointer to it",
     args_conflicts_with_subcommands = true
 )]

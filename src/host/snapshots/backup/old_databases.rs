@@ -5,10 +5,10 @@ use std::path::Path;
 
 use jiff::{SignedDuration, Timestamp};
 
-use crate::host::snapshots::row_counts;
-use crate::host::system::postgres;
-use crate::host::system::postgres::Server;
-use crate::http::problem::chain;
+use crate::snapshots::row_counts;
+use crate::system::postgres;
+use crate::system::postgres::Server;
+use svc_http::problem::chain;
 
 use super::snapshot::SnapshotError;
 

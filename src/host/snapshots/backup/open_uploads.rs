@@ -5,11 +5,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::http::problem::chain;
-use crate::store::Bucket;
-use crate::store::multipart::OpenUpload;
+use crate::system::layout::Layout;
+use svc_base::fsx::{self, FileError};
+use svc_http::problem::chain;
+use svc_store::Bucket;
+use svc_store::multipart::OpenUpload;
 
 const FORMAT: u32 = 1;
 /// Maximum open uploads in the list; the latest are kept.

@@ -9,12 +9,12 @@ use jiff::Timestamp;
 
 use super::dump::{DumpError, Sink};
 use super::job::Stage;
-use crate::chain::chain;
-use crate::clock;
-use crate::fsx;
-use crate::host::snapshots::backup_progress::BackupProgress;
-use crate::host::system::layout::Layout;
-use crate::store::upload::Upload;
+use crate::snapshots::backup_progress::BackupProgress;
+use crate::system::layout::Layout;
+use svc_base::chain::chain;
+use svc_base::clock;
+use svc_base::fsx;
+use svc_store::upload::Upload;
 
 const WRITE_INTERVAL: Duration = Duration::from_secs(2);
 

@@ -4,11 +4,11 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use super::job::Stage;
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::host::records::jsonl;
-use crate::host::snapshots::check_log::Status;
-use crate::host::system::layout::Layout;
+use crate::records::jsonl;
+use crate::snapshots::check_log::Status;
+use crate::system::layout::Layout;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
 
 /// One run (contract, part 4).
 #[derive(Debug, Serialize)]

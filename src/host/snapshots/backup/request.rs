@@ -6,9 +6,9 @@ use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-use crate::fsx;
-use crate::host::system::layout::Layout;
-use crate::http::request_id;
+use crate::system::layout::Layout;
+use svc_base::fsx;
+use svc_http::request_id;
 
 /// The request file as it was when this run started.
 pub struct Request {

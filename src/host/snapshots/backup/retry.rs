@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::applet::{Exit, Failure};
-use crate::config::Env;
+use svc_base::applet::{Exit, Failure};
+use svc_base::config::Env;
 
 /// Retries end before the next hourly run.
 const RETRY_WINDOW: Duration = Duration::from_secs(45 * 60);

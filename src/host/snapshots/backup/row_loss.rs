@@ -1,9 +1,9 @@
 //! Detects rows lost since the previous snapshot. An emptied database is not backed up. One that lost half of its rows,
 //! or a table, is backed up, but its snapshot is held back.
 
-use crate::host::snapshots::row_counts;
-use crate::quantity::counted;
-use crate::store::snapshot::TableCount;
+use crate::snapshots::row_counts;
+use svc_base::quantity::counted;
+use svc_store::snapshot::TableCount;
 
 /// An emptied database.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

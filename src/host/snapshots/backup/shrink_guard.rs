@@ -9,15 +9,14 @@ use super::BackupSettings;
 use super::job::Stage;
 use super::record::{self, HeldBack, Record};
 use super::row_loss;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::clock;
-use crate::fsx::FileError;
-use crate::host;
-use crate::host::snapshots::check_log::Status;
-use crate::host::snapshots::held_snapshot::HeldSnapshot;
-use crate::host::system::lock::Lock;
-use crate::store::pointer_io::{self, PointerError};
-use crate::store::snapshot::{self as stored, SideRecord, SnapshotUnusable};
+use crate::snapshots::check_log::Status;
+use crate::snapshots::held_snapshot::HeldSnapshot;
+use crate::system::lock::Lock;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::clock;
+use svc_base::fsx::FileError;
+use svc_store::pointer_io::{self, PointerError};
+use svc_store::snapshot::{self as stored, SideRecord, SnapshotUnusable};
 
 /// Number of agreeing hourly snapshots that show a permanent change.
 const MIN_AGREEING: u32 = 3;
@@ -106,7 +105,7 @@ impl AcceptError {
     fn exit(&self) -> Exit {
         match self {
             Self::Unusable(SnapshotUnusable::Store(error)) | Self::Pointer(PointerError::Store(error)) => {
-                host::system::store::exit(error)
+                crate::system::store::exit(error)
             }
             Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
             Self::Pointer(_) => Exit::Unavailable,

@@ -7,13 +7,13 @@ use jiff::Timestamp;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Error};
 
-use crate::applet::Exit;
-use crate::clock;
-use crate::host::snapshots::roles;
-use crate::host::snapshots::row_counts;
-use crate::host::system::postgres;
-use crate::host::system::postgres::{ConnectError, Server};
-use crate::store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
+use crate::snapshots::roles;
+use crate::snapshots::row_counts;
+use crate::system::postgres;
+use crate::system::postgres::{ConnectError, Server};
+use svc_base::applet::Exit;
+use svc_base::clock;
+use svc_store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
 const MAX_ATTEMPTS: u32 = 3;
 /// Maximum wait for a table lock, in seconds.

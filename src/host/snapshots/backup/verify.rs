@@ -10,19 +10,18 @@ use super::BackupSettings;
 use super::verify_object;
 use super::verify_object::RereadError;
 use super::verify_schedule;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::clock;
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host;
-use crate::host::snapshots::check_log::{Check, CheckKind, Status};
-use crate::host::system::backoff::Backoff;
-use crate::host::system::lock::Lock;
-use crate::http::problem::chain;
-use crate::store::StoreError;
-use crate::store::key;
-use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
-use crate::store::snapshots;
+use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::system::backoff::Backoff;
+use crate::system::lock::Lock;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::clock;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_http::problem::chain;
+use svc_store::StoreError;
+use svc_store::key;
+use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshots;
 
 /// Fail points of a run.
 pub const POINTS: &[&str] = &["verify.begin", "verify.read", "verify.noted", "verify.recorded"];
@@ -56,7 +55,7 @@ enum VerifyError {
 impl VerifyError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) | Self::Reread(RereadError::Store(error)) => host::system::store::exit(error),
+            Self::Store(error) | Self::Reread(RereadError::Store(error)) => crate::system::store::exit(error),
             Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
         }

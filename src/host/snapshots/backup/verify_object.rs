@@ -5,12 +5,12 @@ use object_store::{GetOptions, GetRange};
 use sha2::{Digest, Sha256};
 
 use super::dump_check::{ReadError, ReadThrough};
-use crate::host::system::backoff::Backoff;
-use crate::host::system::postgres_tools::PgTools;
-use crate::http::problem::chain;
-use crate::store::key::SlotPrefix;
-use crate::store::snapshot::SideRecord;
-use crate::store::{Bucket, StoreError};
+use crate::system::backoff::Backoff;
+use crate::system::postgres_tools::PgTools;
+use svc_http::problem::chain;
+use svc_store::key::SlotPrefix;
+use svc_store::snapshot::SideRecord;
+use svc_store::{Bucket, StoreError};
 
 /// Why a snapshot could not be verified.
 #[derive(Debug, thiserror::Error)]

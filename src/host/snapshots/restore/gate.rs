@@ -4,24 +4,23 @@
 use super::journal::{self, Journal};
 use super::swap::{self, SwapError};
 use super::{Mode, RestoreSettings};
-use crate::applet::{Exit, Failure};
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host;
-use crate::host::snapshots::database_identity;
-use crate::host::snapshots::database_identity::IdentityError;
-use crate::host::snapshots::restore_marker::Marker;
-use crate::host::snapshots::row_counts;
-use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{DownloadError, LoadError, RoleLifetime, Scratch};
-use crate::host::system::backoff::Backoff;
-use crate::host::system::lock::Lock;
-use crate::host::system::postgres;
-use crate::host::system::postgres::ConnectError;
-use crate::http::request_id;
-use crate::store::StoreError;
-use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
+use crate::snapshots::database_identity;
+use crate::snapshots::database_identity::IdentityError;
+use crate::snapshots::restore_marker::Marker;
+use crate::snapshots::row_counts;
+use crate::snapshots::staging;
+use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime, Scratch};
+use crate::system::backoff::Backoff;
+use crate::system::lock::Lock;
+use crate::system::postgres;
+use crate::system::postgres::ConnectError;
+use svc_base::applet::{Exit, Failure};
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_http::request_id;
+use svc_store::StoreError;
+use svc_store::pointer::SnapshotRef;
+use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Fail points of a run.
 pub const POINTS: &[&str] = &[
@@ -80,7 +79,7 @@ fn never_refused(exit: Exit) -> Exit {
 impl RestoreError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) => host::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit(error),
             Self::Download(error) => never_refused(error.exit()),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => never_refused(error.exit()),
@@ -236,7 +235,7 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
     if !error.is_transient() {
         return Err(RestoreError::Store(error));
     }
-    tracing::warn!(error = %crate::http::problem::chain(&error), "the object store does not answer");
+    tracing::warn!(error = %svc_http::problem::chain(&error), "the object store does not answer");
     backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 

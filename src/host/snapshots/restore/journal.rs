@@ -3,10 +3,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::fsx::{self, FileError};
-use crate::host::snapshots::staging::Scratch;
-use crate::host::system::layout::Layout;
-use crate::store::pointer::SnapshotRef;
+use crate::snapshots::staging::Scratch;
+use crate::system::layout::Layout;
+use svc_base::fsx::{self, FileError};
+use svc_store::pointer::SnapshotRef;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

@@ -16,19 +16,19 @@ use std::sync::Arc;
 
 use super::staging;
 use super::staging::RestoreContext;
-use crate::applet::{self, Exit, Failure, OrExit};
-use crate::host::system::boot_progress::BootReporter;
-use crate::host::system::config;
-use crate::host::system::config::{DatabaseUrl, Identity, begin_log};
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::host::system::postgres::Server;
-use crate::host::system::postgres_tools::PgTools;
-use crate::host::system::store::StoreLink;
-use crate::host::system::user;
-use crate::http::request_id;
-use crate::machine::name::IdpUserId;
-use crate::store::key::{SlotPrefix, SnapshotKey};
+use crate::system::boot_progress::BootReporter;
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, Identity, begin_log};
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use crate::system::postgres::Server;
+use crate::system::postgres_tools::PgTools;
+use crate::system::store::StoreLink;
+use crate::system::user;
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_http::request_id;
+use svc_machine::name::IdpUserId;
+use svc_store::key::{SlotPrefix, SnapshotKey};
 
 use gate::ExistingRows;
 use journal::Journal;
@@ -41,7 +41,7 @@ pub use import::fuzzing as import_fuzzing;
 #[derive(clap::Parser)]
 #[command(
     name = "svc-restore",
-    version = applet::VERSION,
+    version = applet::version(),
     about = "Restores the latest snapshot before the gateway may start"
 )]
 struct Args {

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::{Client, Error};
 
-use crate::applet::Exit;
-use crate::failpoint::{self, Injected};
-use crate::host::snapshots::staging::{Scratch, drop_scratch, oid};
-use crate::host::system::postgres;
-use crate::host::system::postgres::{ConnectError, Server, ident};
-use crate::http::problem::chain;
+use crate::snapshots::staging::{Scratch, drop_scratch, oid};
+use crate::system::postgres;
+use crate::system::postgres::{ConnectError, Server, ident};
+use svc_base::applet::Exit;
+use svc_base::failpoint::{self, Injected};
+use svc_http::problem::chain;
 
 /// Maximum time for sessions to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::{Client, Error};
 
-use crate::host::system::postgres::ident;
+use crate::system::postgres::ident;
 
 /// A database into which a snapshot is loaded.
 #[derive(Debug)]

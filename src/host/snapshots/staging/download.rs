@@ -8,16 +8,16 @@ use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
 
 use super::RestoreContext;
-use crate::applet::Exit;
-use crate::failpoint::{self, Injected};
-use crate::fsx::FileError;
-use crate::host::system::backoff::Backoff;
-use crate::host::system::store;
-use crate::http::problem::chain;
-use crate::partial::Partial;
-use crate::store::StoreError;
-use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::SideRecord;
+use crate::system::backoff::Backoff;
+use crate::system::store;
+use svc_base::applet::Exit;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
+use svc_base::partial::Partial;
+use svc_http::problem::chain;
+use svc_store::StoreError;
+use svc_store::pointer::SnapshotRef;
+use svc_store::snapshot::SideRecord;
 
 /// Disk space that stays free.
 const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
@@ -224,7 +224,7 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))?.flatten() {
         let name = entry.file_name();
         if name != keep && name.to_string_lossy().ends_with(".dump") {
-            crate::fsx::remove_if_exists(&entry.path())?;
+            svc_base::fsx::remove_if_exists(&entry.path())?;
         }
     }
     Ok(())

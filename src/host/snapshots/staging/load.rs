@@ -13,15 +13,15 @@ use super::RestoreContext;
 use super::database::{self, Scratch};
 use super::download::{DownloadError, Dump};
 use super::{roles, stream};
-use crate::applet::Exit;
-use crate::failpoint::{self, Injected};
-use crate::host::snapshots::row_counts;
-use crate::host::system::backoff::Backoff;
-use crate::host::system::postgres;
-use crate::host::system::postgres::{ConnectError, ident, literal};
-use crate::host::system::postgres_tools;
-use crate::quantity::counted;
-use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
+use crate::snapshots::row_counts;
+use crate::system::backoff::Backoff;
+use crate::system::postgres;
+use crate::system::postgres::{ConnectError, ident, literal};
+use crate::system::postgres_tools;
+use svc_base::applet::Exit;
+use svc_base::failpoint::{self, Injected};
+use svc_base::quantity::counted;
+use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
 /// No database of a supported server type takes longer to load.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
@@ -172,7 +172,7 @@ pub async fn into_scratch(
 /// # Errors
 /// [`LoadError`].
 pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scratch, LoadError> {
-    let number = crate::clock::now_ms().as_millisecond();
+    let number = svc_base::clock::now_ms().as_millisecond();
     let name = format!("svc_restore_{number}");
     let owner = owner.map(|owner| format!(" OWNER {}", ident(owner))).unwrap_or_default();
     client
@@ -310,7 +310,7 @@ pub async fn compare(context: &RestoreContext, client: &Client, side: &SideRecor
     {
         None => Ok(()),
         Some(table) => {
-            let of = |tables: &[crate::store::snapshot::TableCount]| {
+            let of = |tables: &[svc_store::snapshot::TableCount]| {
                 let rows = tables.iter().find(|other| other.name == table.name).map(|other| other.rows);
                 rows.map_or("is not there".to_owned(), |rows| format!("has {}", counted(rows, "row")))
             };

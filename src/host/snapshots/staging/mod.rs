@@ -10,12 +10,12 @@ mod stream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::Env;
-use crate::host::system::postgres::Server;
-use crate::host::system::postgres_tools::PgTools;
-use crate::host::system::progress::Progress;
-use crate::store::Bucket;
-use crate::store::key::SlotPrefix;
+use crate::system::postgres::Server;
+use crate::system::postgres_tools::PgTools;
+use crate::system::progress::Progress;
+use svc_base::config::Env;
+use svc_store::Bucket;
+use svc_store::key::SlotPrefix;
 
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
 pub use download::{DownloadError, Dump, ensure_bytes, ensure_room, fetch, remove_all as remove_dumps};

@@ -9,11 +9,11 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
 use super::load::{LoadError, RoleLifetime, query};
-use crate::host::snapshots::roles;
-use crate::host::snapshots::roles::DRILL_ROLE_COMMENT;
-use crate::host::system::postgres::{ident, literal};
-use crate::store::role_facts::{Membership, RoleFacts, RoleSetting};
-use crate::store::snapshot::SideRecord;
+use crate::snapshots::roles;
+use crate::snapshots::roles::DRILL_ROLE_COMMENT;
+use crate::system::postgres::{ident, literal};
+use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
+use svc_store::snapshot::SideRecord;
 
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";

@@ -16,12 +16,12 @@ use tokio::process::{Child, ChildStdin};
 use super::RestoreContext;
 use super::download::DownloadError;
 use super::load::LoadError;
-use crate::failpoint;
-use crate::host::system::backoff::Backoff;
-use crate::host::system::postgres_tools;
-use crate::http::problem::chain;
-use crate::store::StoreError;
-use crate::store::pointer::SnapshotRef;
+use crate::system::backoff::Backoff;
+use crate::system::postgres_tools;
+use svc_base::failpoint;
+use svc_http::problem::chain;
+use svc_store::StoreError;
+use svc_store::pointer::SnapshotRef;
 
 /// Maximum time of `pg_restore` after the last byte, when it builds indexes.
 const INDEXES_TIMEOUT: Duration = Duration::from_secs(6 * 3600);

@@ -6,9 +6,9 @@ use jiff::{SignedDuration, Timestamp};
 use object_store::aws::AwsCredential;
 use serde::{Deserialize, Serialize};
 
-use crate::clock;
-use crate::fsx::{self, FileError};
-use crate::machine::id::MachineId;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_machine::id::MachineId;
 
 const FORMAT: u32 = 1;
 

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use super::progress::LastBackupProgress;
 use super::{NewestCopy, newest_copy};
-use crate::clock::rfc3339_ms;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::operations::OperationKind;
-use crate::platform::operations::held::HeldOperation;
-use crate::platform::operations::step::{Question, StepError, StepOutcome, StepRecord};
-use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
-use crate::store::{StoreError, newer_snapshot, pointer_io};
+use crate::db::machine_row::MachineRow;
+use crate::operations::OperationKind;
+use crate::operations::held::HeldOperation;
+use crate::operations::step::{Question, StepError, StepOutcome, StepRecord};
+use svc_base::clock::rfc3339_ms;
+use svc_store::key::SlotPrefix;
+use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::{StoreError, newer_snapshot, pointer_io};
 
 /// Code of the question which snapshot the new machine is restored from.
 pub const NEWER_SNAPSHOT: &str = "newer_snapshot";

@@ -8,11 +8,11 @@ use serde_json::{Map, Value};
 
 use super::saved_copy::SnapshotWindow;
 use super::{AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, poll_interval, signed_duration};
-use crate::clock;
-use crate::platform::operations::ask_host::BackupProgress;
-use crate::platform::operations::held::HeldOperation;
-use crate::platform::operations::step::StepOutcome;
-use crate::untrusted_text::bounded;
+use crate::operations::ask_host::BackupProgress;
+use crate::operations::held::HeldOperation;
+use crate::operations::step::StepOutcome;
+use svc_base::clock;
+use svc_base::untrusted_text::bounded;
 
 /// Key of an operation's facts: this step's progress.
 const FACTS: &str = "lastBackup";

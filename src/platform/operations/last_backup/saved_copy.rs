@@ -8,12 +8,12 @@
 use jiff::{SignedDuration, Timestamp};
 
 use super::progress::LastBackupProgress;
-use crate::platform::db::machine_row::MachineRow;
-use crate::platform::operations::ask_host::{BackupOutcome, BackupProgress};
-use crate::platform::operations::held::HeldOperation;
-use crate::store::key::{self, SlotPrefix};
-use crate::store::pointer::SnapshotRef;
-use crate::store::{pointer_io, snapshot};
+use crate::db::machine_row::MachineRow;
+use crate::operations::ask_host::{BackupOutcome, BackupProgress};
+use crate::operations::held::HeldOperation;
+use svc_store::key::{self, SlotPrefix};
+use svc_store::pointer::SnapshotRef;
+use svc_store::{pointer_io, snapshot};
 
 /// How far a host's clock may run ahead of the clock reading in its response to the request.
 const MAX_CLOCK_STEP: SignedDuration = SignedDuration::from_mins(2);

@@ -32,6 +32,7 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
     let metadata: Value = serde_json::from_str(&child::run(metadata, TIMEOUT)?)?;
     let checksums = checksums(&std::fs::read_to_string(source.join("Cargo.lock"))?);
     let mut components = Vec::new();
+    let mut own = 0;
     let mut svc_version = None;
     for package in metadata["packages"].as_array().context("packages")? {
         let name = package["name"].as_str().context("a name")?.to_owned();
@@ -39,15 +40,19 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
         let id = (name, version);
         if id.0 == "svc" {
             svc_version = Some(id.1.clone());
+        }
+        if package["source"].is_null() {
+            // Packages of this workspace are part of `svc`.
+            own += usize::from(linked_crates.contains(&id));
         } else if linked_crates.contains(&id) {
             components.push(component(&id, package, checksums.get(&id)));
         }
     }
     ensure!(
-        components.len() + 1 == linked_crates.len(),
+        components.len() + own == linked_crates.len(),
         "cargo tree lists {} packages, cargo metadata {}",
         linked_crates.len(),
-        components.len() + 1
+        components.len() + own
     );
     components.extend(system_libraries());
     components.sort_by_key(|one| one["bom-ref"].as_str().unwrap_or_default().to_owned());

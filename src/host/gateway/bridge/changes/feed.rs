@@ -11,11 +11,11 @@ use tokio_postgres::Client;
 use tokio_util::sync::CancellationToken;
 
 use super::read::{self, FeedHead};
-use crate::host::gateway::apps::Name;
-use crate::host::gateway::database::outbox::{self, Retention};
-use crate::host::gateway::database::{Database, DatabaseError};
-use crate::host::gateway::state::Gateway;
-use crate::http::problem::chain;
+use crate::gateway::apps::Name;
+use crate::gateway::database::outbox::{self, Retention};
+use crate::gateway::database::{Database, DatabaseError};
+use crate::gateway::state::Gateway;
+use svc_http::problem::chain;
 
 /// Maximum open streams, of the owner and all apps.
 const MAX_STREAMS: usize = 128;

@@ -11,7 +11,7 @@ use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundK
 use ring::hmac;
 use ring::rand::{SecureRandom, SystemRandom};
 
-use crate::machine::epoch::Epoch;
+use svc_machine::epoch::Epoch;
 
 /// The position up to which events were sent, and the epoch of the machine that sent them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

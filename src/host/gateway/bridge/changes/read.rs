@@ -2,7 +2,7 @@
 
 use tokio_postgres::Client;
 
-use crate::host::gateway::database::DatabaseError;
+use crate::gateway::database::DatabaseError;
 
 /// Transactions read per query.
 const BATCH_SIZE: i64 = 20;

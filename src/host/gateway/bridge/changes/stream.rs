@@ -15,16 +15,16 @@ use tokio::time::Instant;
 use super::feed::ChangeStream;
 use super::position::{EventId, IdForm};
 use super::read::{self, ChangeEvent};
-use crate::host::gateway::apps::Name;
-use crate::host::gateway::auth::{Caller, Principal};
-use crate::host::gateway::bridge::handler::{allow, find_app, only_app};
-use crate::host::gateway::bridge::refusal;
-use crate::host::gateway::database::DatabaseError;
-use crate::host::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
-use crate::host::gateway::state::Gateway;
-use crate::http::fields::Fields;
-use crate::http::problem::{Code, Problem, chain};
-use crate::machine::epoch::Epoch;
+use crate::gateway::apps::Name;
+use crate::gateway::auth::{Caller, Principal};
+use crate::gateway::bridge::handler::{allow, find_app, only_app};
+use crate::gateway::bridge::refusal;
+use crate::gateway::database::DatabaseError;
+use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
+use crate::gateway::state::Gateway;
+use svc_http::fields::Fields;
+use svc_http::problem::{Code, Problem, chain};
+use svc_machine::epoch::Epoch;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
 

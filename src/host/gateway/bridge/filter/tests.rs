@@ -1,7 +1,7 @@
 //! Filter grammar, generated SQL and limits.
 
 use super::*;
-use crate::host::gateway::apps::Manifest;
+use crate::gateway::apps::Manifest;
 use serde_json::json;
 
 pub(super) fn table() -> Table {

@@ -2,8 +2,8 @@
 //! name of the manifest.
 
 use super::*;
-use crate::host::gateway::apps::Manifest;
-use crate::host::gateway::bridge::request::{Action, BridgeRequest};
+use crate::gateway::apps::Manifest;
+use crate::gateway::bridge::request::{Action, BridgeRequest};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

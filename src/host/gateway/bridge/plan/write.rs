@@ -3,14 +3,14 @@
 use serde_json::value::RawValue;
 
 use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, TablePlanner, field_error};
-use crate::host::gateway::apps::{Column, Origin};
-use crate::host::gateway::bridge::fields::{Fields, elements};
-use crate::host::gateway::bridge::filter::{Filter, escape_segment};
-use crate::host::gateway::bridge::param::Param;
-use crate::host::gateway::bridge::request::{ChangeRequest, Resolution, Returning, RowSelector};
-use crate::host::gateway::bridge::sql::Sql;
-use crate::host::gateway::bridge::value::{bind, expansion};
-use crate::http::problem::FieldError;
+use crate::gateway::apps::{Column, Origin};
+use crate::gateway::bridge::fields::{Fields, elements};
+use crate::gateway::bridge::filter::{Filter, escape_segment};
+use crate::gateway::bridge::param::Param;
+use crate::gateway::bridge::request::{ChangeRequest, Resolution, Returning, RowSelector};
+use crate::gateway::bridge::sql::Sql;
+use crate::gateway::bridge::value::{bind, expansion};
+use svc_http::problem::FieldError;
 
 const MAX_INSERT_ROWS: usize = 1000;
 /// Maximum rows returned by a change.

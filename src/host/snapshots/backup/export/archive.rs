@@ -15,19 +15,17 @@ use tar::{Builder, EntryType, EntryWriter, Header};
 
 use super::files::{HomeEntry, LeftOut};
 use super::stream::Frame;
-use crate::applet::{self, Exit, Failure};
-use crate::clock;
-use crate::failpoint::{self, Injected};
-use crate::host::snapshots::archive;
-use crate::host::snapshots::archive::{
-    ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE,
-};
-use crate::host::snapshots::backup::BackupSettings;
-use crate::host::snapshots::backup::dump;
-use crate::host::snapshots::backup::dump::{DumpError, Sink};
-use crate::host::snapshots::backup::snapshot::{Snapshot, SnapshotError};
-use crate::host::system::tar_reader::EntryKind;
-use crate::host::system::user;
+use crate::snapshots::archive;
+use crate::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE};
+use crate::snapshots::backup::BackupSettings;
+use crate::snapshots::backup::dump;
+use crate::snapshots::backup::dump::{DumpError, Sink};
+use crate::snapshots::backup::snapshot::{Snapshot, SnapshotError};
+use crate::system::tar_reader::EntryKind;
+use crate::system::user;
+use svc_base::applet::{self, Exit, Failure};
+use svc_base::clock;
+use svc_base::failpoint::{self, Injected};
 
 const CHUNK: usize = 256 * 1024;
 /// Maximum silence of the process that reads the home.
@@ -85,7 +83,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         slot: settings.identity.slot.clone(),
         machine_id: settings.identity.machine,
         epoch: settings.identity.epoch,
-        made_by: format!("svc {}", applet::VERSION),
+        made_by: format!("svc {}", applet::version()),
     };
     archive.write_json(ABOUT, &about).map_err(write)?;
 

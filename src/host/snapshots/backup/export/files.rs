@@ -4,8 +4,8 @@ use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::host::snapshots::archive;
-use crate::host::system::tar_reader::EntryKind;
+use crate::snapshots::archive;
+use crate::system::tar_reader::EntryKind;
 
 /// A file, directory or link to export.
 #[derive(Debug, Clone, PartialEq, Eq)]

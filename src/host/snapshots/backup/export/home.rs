@@ -10,9 +10,9 @@ use nix::fcntl::OFlag;
 
 use super::files::{self, HomeEntry, LeftOut};
 use super::stream::{Frame, MAX_FRAME_BYTES, write_data};
-use crate::applet::{Exit, Failure, OrExit};
-use crate::host::system::tar_reader::EntryKind;
-use crate::host::system::user;
+use crate::system::tar_reader::EntryKind;
+use crate::system::user;
+use svc_base::applet::{Exit, Failure, OrExit};
 
 /// Sends everything below `home` except `except`, after the start byte has arrived.
 ///

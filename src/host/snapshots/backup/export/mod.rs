@@ -17,11 +17,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
 
-use crate::applet::{Exit, Failure};
-use crate::fsx::{self, FileError};
-use crate::host::system::layout::Layout;
-use crate::host::system::user;
-use crate::host::system::user::MachineUser;
+use crate::system::layout::Layout;
+use crate::system::user;
+use crate::system::user::MachineUser;
+use svc_base::applet::{Exit, Failure};
+use svc_base::fsx::{self, FileError};
 
 pub use archive::write as write_archive;
 pub use home::send as send_home;

@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::files::{HomeEntry, LeftOut};
-use crate::host::system::tar_reader::EntryKind;
+use crate::system::tar_reader::EntryKind;
 
 /// Maximum payload of a frame.
 pub const MAX_FRAME_BYTES: usize = 256 * 1024;

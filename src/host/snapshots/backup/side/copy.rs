@@ -12,14 +12,14 @@ use super::catalog::{self, PLAIN_SESSION};
 use super::dependents::Dependents;
 use super::plan::{self, Plan, PlanError};
 use super::state;
-use crate::applet::Exit;
-use crate::failpoint::{self, Injected};
-use crate::fsx::FileError;
-use crate::host::snapshots::backup::BackupSettings;
-use crate::host::snapshots::row_counts;
-use crate::host::snapshots::side_database::{CopiedTable, Copy, DATABASE, Mode, State};
-use crate::host::system::postgres;
-use crate::host::system::postgres::ConnectError;
+use crate::snapshots::backup::BackupSettings;
+use crate::snapshots::row_counts;
+use crate::snapshots::side_database::{CopiedTable, Copy, DATABASE, Mode, State};
+use crate::system::postgres;
+use crate::system::postgres::ConnectError;
+use svc_base::applet::Exit;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
 
 const NAME: &str = "svc-db-backup";
 /// The gateway's own tables cannot be copied back.

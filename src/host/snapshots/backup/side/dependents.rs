@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Error, GenericClient};
 
-use crate::host::snapshots::side_database::CopiedTable;
-use crate::host::system::postgres::ident;
+use crate::snapshots::side_database::CopiedTable;
+use crate::system::postgres::ident;
 
 /// The dependents of recreated tables that the owner's database lacks.
 #[derive(Debug, Default)]

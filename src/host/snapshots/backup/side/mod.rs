@@ -16,26 +16,25 @@ use tokio_postgres::Client;
 use super::BackupSettings;
 use super::job::{self, EmptyPolicy, RunOptions};
 use super::shrink_guard::Trigger;
-use crate::applet::{Exit, Failure, OrExit};
-use crate::failpoint::{self, Injected};
-use crate::fsx::FileError;
-use crate::host;
-use crate::host::snapshots::side_database::{
+use crate::snapshots::side_database::{
     Action, Copy, CopyResult, DATABASE, Request, SnapshotChoice, State, Status,
 };
-use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::Lock;
-use crate::host::system::postgres;
-use crate::host::system::postgres::{ConnectError, ident};
-use crate::host::system::quiesce::Quiesce;
-use crate::http::problem::chain;
-use crate::store::StoreError;
-use crate::store::key;
-use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
-use crate::store::snapshots;
+use crate::snapshots::staging;
+use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
+use crate::system::layout::Layout;
+use crate::system::lock::Lock;
+use crate::system::postgres;
+use crate::system::postgres::{ConnectError, ident};
+use crate::system::quiesce::Quiesce;
 use copy::CopyError;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
+use svc_http::problem::chain;
+use svc_store::StoreError;
+use svc_store::key;
+use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshots;
 
 /// Fail points of a run.
 pub const POINTS: &[&str] = &[
@@ -101,7 +100,7 @@ impl SideError {
             | Self::Unusable(_)
             | Self::NotOpen
             | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
-            Self::Store(error) => host::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
@@ -198,7 +197,7 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
     }
     if let Some(copy) = &state.last_copy {
         let tried = if copy.dry_run { "tried" } else { "copied" };
-        println!("last {tried} at {}:", crate::clock::rfc3339_ms(copy.at));
+        println!("last {tried} at {}:", svc_base::clock::rfc3339_ms(copy.at));
         if let Some(error) = &copy.error {
             println!("  {error}");
         }
@@ -302,7 +301,7 @@ async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Re
             taken.filter(|(taken, _)| *taken <= at).max().map(|(_, key)| key)
         }
     };
-    let when = chosen.at.map(|at| format!(" of {} or before", crate::clock::rfc3339_ms(at)));
+    let when = chosen.at.map(|at| format!(" of {} or before", svc_base::clock::rfc3339_ms(at)));
     let key = key.ok_or_else(|| SideError::NoSnapshot { when: when.unwrap_or_default() })?;
     snapshot::by_key(bucket, slot, &key).await.map_err(unusable)
 }
@@ -336,7 +335,7 @@ async fn copy_back(settings: &BackupSettings, wanted: &Copy, request_id: &str) -
     state.making.clear();
     state.last_copy = Some(CopyResult {
         request_id: request_id.to_owned(),
-        at: crate::clock::now_ms(),
+        at: svc_base::clock::now_ms(),
         mode: wanted.mode,
         dry_run: wanted.dry_run,
         error: end.as_ref().err().map(|error| chain(error)),

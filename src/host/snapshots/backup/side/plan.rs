@@ -1,7 +1,7 @@
 //! The SQL statements that copy a table back. Pure: built from the catalogues of both databases.
 
-use crate::host::snapshots::side_database::Mode;
-use crate::host::system::postgres::ident;
+use crate::snapshots::side_database::Mode;
+use crate::system::postgres::ident;
 
 /// A column of one database.
 #[derive(Debug, Clone, PartialEq, Eq)]

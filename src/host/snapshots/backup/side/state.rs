@@ -6,15 +6,15 @@ use std::process::ExitStatus;
 use tokio_postgres::Client;
 
 use super::catalog;
-use crate::applet::Exit;
-use crate::host::snapshots::backup::BackupSettings;
-use crate::host::snapshots::backup::dump_check;
-use crate::host::snapshots::backup::dump_check::ReadError;
-use crate::host::snapshots::row_counts;
-use crate::host::snapshots::side_database::{CopiedTable, DATABASE};
-use crate::host::system::postgres;
-use crate::host::system::postgres::{ident, literal};
-use crate::store::snapshot::TableCount;
+use crate::snapshots::backup::BackupSettings;
+use crate::snapshots::backup::dump_check;
+use crate::snapshots::backup::dump_check::ReadError;
+use crate::snapshots::row_counts;
+use crate::snapshots::side_database::{CopiedTable, DATABASE};
+use crate::system::postgres;
+use crate::system::postgres::{ident, literal};
+use svc_base::applet::Exit;
+use svc_store::snapshot::TableCount;
 
 /// Why a table was not recreated.
 #[derive(Debug, thiserror::Error)]

@@ -14,12 +14,12 @@ use std::path::{Component, Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 use super::manifest::{self, EntryDigest, entry_digest};
-use crate::fsx::FileError;
-use crate::host::snapshots::archive;
-use crate::host::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE, SYSTEM};
-use crate::host::system::tar_reader::EntryKind;
-use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
-use crate::store::snapshot::SideRecord;
+use crate::snapshots::archive;
+use crate::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE, SYSTEM};
+use crate::system::tar_reader::EntryKind;
+use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
+use svc_base::fsx::FileError;
+use svc_store::snapshot::SideRecord;
 
 /// Limit for `export.json` and `database.json`; the latter has a line per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;

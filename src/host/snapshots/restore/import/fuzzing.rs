@@ -2,7 +2,7 @@
 
 use super::manifest::{compare, entry_digest};
 use super::toc::select;
-use crate::host::snapshots::archive::ArchiveEntry;
+use crate::snapshots::archive::ArchiveEntry;
 
 /// Selects what would be loaded of a dump with this listing: a line per entry, and the extensions.
 ///

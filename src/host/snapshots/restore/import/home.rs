@@ -5,8 +5,8 @@ use std::fs;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use crate::fsx::{self, FileError};
-use crate::host::snapshots::archive::{REPLACED_PREFIX, STAGING_PREFIX};
+use crate::snapshots::archive::{REPLACED_PREFIX, STAGING_PREFIX};
+use svc_base::fsx::{self, FileError};
 
 /// The working directories of an import: one for staged files, one for the replaced ones.
 pub struct Staging {

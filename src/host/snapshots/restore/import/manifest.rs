@@ -11,10 +11,10 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use sha2::{Digest, Sha256};
 
-use crate::host::snapshots::archive::ArchiveEntry;
-use crate::host::system::tar_reader::EntryKind;
-use crate::host::system::tar_reader::quoted;
-use crate::untrusted_text;
+use crate::snapshots::archive::ArchiveEntry;
+use crate::system::tar_reader::EntryKind;
+use crate::system::tar_reader::quoted;
+use svc_base::untrusted_text;
 
 /// A path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
 const MAX_TEXT_BYTES: usize = 128 * 1024;

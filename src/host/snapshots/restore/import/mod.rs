@@ -26,15 +26,15 @@ use std::time::Duration;
 
 use nix::fcntl::OFlag;
 
-use crate::applet::{Exit, Failure, OrExit};
-use crate::clock;
-use crate::failpoint;
-use crate::host::system::layout::Layout;
-use crate::host::system::lock::{Lock, LockError};
-use crate::host::system::systemd;
-use crate::host::system::user;
-use crate::host::system::user::MachineUser;
-use crate::http::problem::chain;
+use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
+use crate::system::systemd;
+use crate::system::user;
+use crate::system::user::MachineUser;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::clock;
+use svc_base::failpoint;
+use svc_http::problem::chain;
 
 use steps::Step;
 pub use steps::{StepArgs, run_step};

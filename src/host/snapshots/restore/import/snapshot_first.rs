@@ -4,14 +4,14 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use crate::applet::Exit;
-use crate::host::snapshots::database_identity;
-use crate::host::snapshots::database_identity::IdentityError;
-use crate::host::snapshots::restore::RestoreSettings;
-use crate::host::snapshots::row_counts;
-use crate::host::snapshots::staging;
-use crate::host::system::postgres;
-use crate::host::system::postgres::ConnectError;
+use crate::snapshots::database_identity;
+use crate::snapshots::database_identity::IdentityError;
+use crate::snapshots::restore::RestoreSettings;
+use crate::snapshots::row_counts;
+use crate::snapshots::staging;
+use crate::system::postgres;
+use crate::system::postgres::ConnectError;
+use svc_base::applet::Exit;
 
 /// The timeout of its unit.
 const TIMEOUT: Duration = Duration::from_secs(6 * 3600);

@@ -9,26 +9,26 @@ use super::archive_reader::{ArchiveError, Archived, Extract};
 use super::home::{self, Staging};
 use super::snapshot_first::{self, SnapshotFirstError};
 use super::untrusted::{self, UntrustedError};
-use crate::applet::{Exit, Failure};
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::snapshots::archive::SYSTEM;
-use crate::host::snapshots::database_identity;
-use crate::host::snapshots::database_identity::IdentityError;
-use crate::host::snapshots::restore;
-use crate::host::snapshots::restore::RestoreSettings;
-use crate::host::snapshots::restore::journal;
-use crate::host::snapshots::restore::journal::Journal;
-use crate::host::snapshots::restore::swap;
-use crate::host::snapshots::restore::swap::SwapError;
-use crate::host::snapshots::restore_marker::Marker;
-use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{DownloadError, LoadError};
-use crate::host::system::layout::Layout;
-use crate::host::system::postgres;
-use crate::host::system::postgres::ConnectError;
-use crate::host::system::user;
-use crate::http::request_id;
+use crate::snapshots::archive::SYSTEM;
+use crate::snapshots::database_identity;
+use crate::snapshots::database_identity::IdentityError;
+use crate::snapshots::restore;
+use crate::snapshots::restore::RestoreSettings;
+use crate::snapshots::restore::journal;
+use crate::snapshots::restore::journal::Journal;
+use crate::snapshots::restore::swap;
+use crate::snapshots::restore::swap::SwapError;
+use crate::snapshots::restore_marker::Marker;
+use crate::snapshots::staging;
+use crate::snapshots::staging::{DownloadError, LoadError};
+use crate::system::layout::Layout;
+use crate::system::postgres;
+use crate::system::postgres::ConnectError;
+use crate::system::user;
+use svc_base::applet::{Exit, Failure};
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_http::request_id;
 
 /// A step of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -163,7 +163,7 @@ fn check(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<
     println!(
         "{}'s, of {}: {} tables with {rows} rows, {} entries of the home; every byte is as it was written",
         archived.about.idp_user_id,
-        crate::clock::rfc3339_ms(archived.about.created_at),
+        svc_base::clock::rfc3339_ms(archived.about.created_at),
         archived.side.tables.len(),
         archived.home_entries,
     );

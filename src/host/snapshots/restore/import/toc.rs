@@ -7,7 +7,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
-use crate::host::system::tar_reader::quoted;
+use crate::system::tar_reader::quoted;
 
 /// Extensions with only types and operators, without access to files, programs or other servers. The superuser creates
 /// those that an archive names.

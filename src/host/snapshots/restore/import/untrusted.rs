@@ -16,19 +16,19 @@ use tokio_postgres::Client;
 
 use super::catalog;
 use super::toc::{self, Selection, TocError};
-use crate::applet::Exit;
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{LoadError, RestoreContext, Scratch};
-use crate::host::system::postgres;
-use crate::host::system::postgres::{ConnectError, ident, literal};
-use crate::host::system::postgres_tools;
-use crate::host::system::postgres_tools::PgTools;
-use crate::http::problem::chain;
-use crate::quantity::counted;
-use crate::store::snapshot::SideRecord;
-use crate::untrusted_text;
+use crate::snapshots::staging;
+use crate::snapshots::staging::{LoadError, RestoreContext, Scratch};
+use crate::system::postgres;
+use crate::system::postgres::{ConnectError, ident, literal};
+use crate::system::postgres_tools;
+use crate::system::postgres_tools::PgTools;
+use svc_base::applet::Exit;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_base::quantity::counted;
+use svc_base::untrusted_text;
+use svc_http::problem::chain;
+use svc_store::snapshot::SideRecord;
 
 const ROLE: &str = "svc_import_";
 /// One session of `pg_restore`, and one per job.
@@ -198,7 +198,7 @@ impl Loader {
         let mut bytes = [0; 32];
         SystemRandom::new().fill(&mut bytes).map_err(|_| UntrustedError::Random)?;
         let password = SecretString::from(hex::encode(bytes));
-        let name = format!("{ROLE}{}", crate::clock::now_ms().as_millisecond());
+        let name = format!("{ROLE}{}", svc_base::clock::now_ms().as_millisecond());
         let verifier = scram_sha_256(password.expose_secret().as_bytes());
         let quoted = ident(&name);
         // Statement text holds rows, so the server must not log it.

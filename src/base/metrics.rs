@@ -331,7 +331,7 @@ pub fn install() -> anyhow::Result<Scrape> {
     let scrape = Scrape(recorder.handle());
     metrics::set_global_recorder(recorder)?;
     STARTED.set_to_now([]);
-    BUILD.set([env!("CARGO_PKG_VERSION"), env!("SVC_COMMIT")], 1.0);
+    BUILD.set([env!("CARGO_PKG_VERSION"), crate::applet::build().commit], 1.0);
     Ok(scrape)
 }
 

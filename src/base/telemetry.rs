@@ -14,7 +14,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
 use crate::log_line::{LogFormat, TimeFormat};
-use crate::machine::id::MachineId;
+use svc_machine::id::MachineId;
 
 /// Starts logging for one applet. `RUST_LOG` filters; the default is `info`.
 pub fn init(applet: &'static str) {

@@ -7,13 +7,32 @@ use std::fmt;
 use std::future::Future;
 use std::path::Path;
 use std::process::{ExitCode, ExitStatus};
+use std::sync::OnceLock;
 
 use crate::chain::chain;
 use crate::manual;
 
-/// `0.1.0 (commit 0123456789ab, 2026-11-21)`, printed by `--version` of every applet.
-pub const VERSION: &str =
-    concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("SVC_COMMIT"), ", ", env!("SVC_COMMIT_DATE"), ")");
+/// Version and commit of the program. Only the program itself knows its commit, so that a commit compiles little again.
+#[derive(Debug, Clone, Copy)]
+pub struct Build {
+    /// `0.1.0 (commit 0123456789ab, 2026-11-21)`.
+    pub version: &'static str,
+    pub commit: &'static str,
+}
+
+static BUILD: OnceLock<Build> = OnceLock::new();
+
+/// What [`dispatch`] was called with; in a process that it did not start, such as a test's, the package's version.
+pub fn build() -> Build {
+    let unknown =
+        Build { version: concat!(env!("CARGO_PKG_VERSION"), " (commit unknown)"), commit: "unknown" };
+    BUILD.get().copied().unwrap_or(unknown)
+}
+
+/// Printed by `--version` of every applet.
+pub fn version() -> &'static str {
+    build().version
+}
 
 /// An entry of the multi-call binary. `run` receives the arguments including the applet's name, like `main`.
 pub struct Applet {
@@ -148,7 +167,8 @@ pub fn report(name: &str, failure: &Failure) -> ExitCode {
 }
 
 /// Runs the applet that the command line selects, or handles `svc` itself.
-pub fn dispatch(applets: &'static [Applet], mut args: Vec<OsString>) -> ExitCode {
+pub fn dispatch(build: Build, applets: &'static [Applet], mut args: Vec<OsString>) -> ExitCode {
+    BUILD.get_or_init(|| build);
     let program = args.first().map(Path::new).and_then(Path::file_name).unwrap_or_default().to_owned();
     if let Some(applet) = find(applets, &program) {
         return (applet.run)(args);
@@ -164,7 +184,7 @@ pub fn dispatch(applets: &'static [Applet], mut args: Vec<OsString>) -> ExitCode
     match argument.to_str() {
         Some("--list") => applets.iter().for_each(|applet| println!("{}", applet.name)),
         Some("--help" | "-h" | "help") => print!("{}", usage(applets)),
-        Some("--version" | "-V") => println!("svc {VERSION}"),
+        Some("--version" | "-V") => println!("svc {}", version()),
         _ => {
             eprintln!("svc: unknown applet {argument:?}; `svc --list` prints all names");
             return Exit::Usage.into();
@@ -179,9 +199,10 @@ fn find(applets: &'static [Applet], name: &std::ffi::OsStr) -> Option<&'static A
 
 fn usage(applets: &[Applet]) -> String {
     let mut text = format!(
-        "svc {VERSION}\nOne VPS for each paying user: provisioned, reachable, backed up, replaceable.\n\n\
+        "svc {}\nOne VPS for each paying user: provisioned, reachable, backed up, replaceable.\n\n\
          Usage: svc <APPLET> [ARGUMENTS]   or by a link named after the applet\n       \
-         svc --list | --help | --version\n\nApplets:\n"
+         svc --list | --help | --version\n\nApplets:\n",
+        version()
     );
     for applet in applets {
         text.push_str(&format!("  {:<16} {}\n", applet.name, applet.about));
@@ -201,7 +222,7 @@ mod tests {
     static TABLE: &[Applet] = &[Applet { name: "svc-a", about: "a", run: run_nothing }];
 
     fn call(words: &[&str]) -> ExitCode {
-        dispatch(TABLE, words.iter().map(OsString::from).collect())
+        dispatch(build(), TABLE, words.iter().map(OsString::from).collect())
     }
 
     #[test]

@@ -1,0 +1,18 @@
+//! The ground that every part stands on: clock, configuration, files, telemetry, metrics, fail points, and the applets' frame.
+
+pub mod accounts;
+pub mod applet;
+pub mod beneath;
+pub mod chain;
+pub mod clock;
+pub mod config;
+pub mod diagnosis;
+pub mod failpoint;
+pub mod fsx;
+pub mod log_line;
+pub mod manual;
+pub mod metrics;
+pub mod partial;
+pub mod quantity;
+pub mod telemetry;
+pub mod untrusted_text;
