@@ -428,7 +428,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.sign(&key, "2026-01-02T03:04:05.000Z", None);
     fleet.platform(&[], &[]).await.has("bundle", "problem", "expired at 2026-01-02");
     fleet.sign(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
-    fleet.platform(&[], &[]).await.has("bundle", "problem", "of another archive");
+    fleet.platform(&[], &[]).await.has("bundle", "problem", "for another archive");
     let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
     fleet.sign(&SigningKey::from_pem(other.as_bytes()).unwrap(), "2126-01-02T03:04:05.000Z", None);
     fleet.platform(&[], &[]).await.has("bundle", "problem", "none of the keys that are trusted");
