@@ -377,7 +377,7 @@ async fn irreversible_command_requires_yes_or_a_terminal() {
         assert_eq!(output.status.code(), Some(64), "{args:?}");
         assert!(stderr(&output).contains("add --yes"), "{args:?}: {}", stderr(&output));
     }
-    let help = include_str!("../src/ctl/args/snapshots/svc__ctl__args__tests__help.snap");
+    let help = include_str!("../src/ctl/args/snapshots/svc_ctl__args__tests__help.snap");
     for section in help.split("$ svcctl ").skip(1) {
         let name = section.split(" --help").next().unwrap_or_default();
         let words: Vec<&str> = name.split(' ').collect();

@@ -136,6 +136,11 @@ fn every_link_between_pages_resolves() {
 }
 
 #[test]
+fn every_path_that_a_page_names_exists() {
+    assert_none(&links::unknown_paths(&files(), |path| root().join(path).exists()));
+}
+
+#[test]
 fn every_metric_is_in_the_reference() {
     assert_none(&documented::undocumented_metrics(&files()));
 }

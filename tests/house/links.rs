@@ -1,4 +1,5 @@
-//! Links between the pages: each relative link names an existing file, and its anchor a heading of that file.
+//! Links between the pages: each relative link names an existing file, and its anchor a heading of that file. Paths
+//! of the source in the text of a page exist.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -20,6 +21,38 @@ pub fn broken(files: &[File]) -> Vec<String> {
 
 fn is_page(path: &str) -> bool {
     path.ends_with(".md")
+}
+
+/// Folders whose paths pages mention.
+const FOLDERS: [&str; 10] = [
+    "apps/",
+    "cloud-init/",
+    "docs/",
+    "migrations/",
+    "packaging/",
+    "scripts/",
+    "src/",
+    "systemd/",
+    "tests/",
+    "xtask/",
+];
+
+/// Paths in backticks that do not exist. Patterns and `{a,b}` are left out, and the changelog is history.
+pub fn unknown_paths(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
+    let is_path = |text: &&str| {
+        FOLDERS.iter().any(|folder| text.starts_with(folder))
+            && text.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c))
+            && !text.contains("TARGET")
+    };
+    let mut found = Vec::new();
+    for page in files.iter().filter(|file| is_page(&file.path) && file.path != "CHANGELOG.md") {
+        for (number, line) in page.text.lines().enumerate() {
+            for path in line.split('`').skip(1).step_by(2).filter(is_path).filter(|path| !exists(path)) {
+                found.push(at(&page.path, number + 1, format!("there is no {path}")));
+            }
+        }
+    }
+    found
 }
 
 /// The targets of `[label](target)` outside code, with their lines.
@@ -115,6 +148,13 @@ mod tests {
         assert_eq!(broken_links("[x](b/other.md#rotate-key_a-how) and [y](https://example.com/z)"), 0);
         assert_eq!(broken_links("# A\n\n[x](#a), [folder](b)"), 0);
         assert_eq!(broken_links("`[x](missing.md)`\n```\n[x](missing.md)\n```"), 0);
+    }
+
+    #[test]
+    fn unknown_path_is_detected() {
+        let page =
+            File::sample("docs/a.md", "`src/a.rs` and `src/b.rs`, `src/{c,d}.rs`, `tests/corpus/TARGET`");
+        assert_eq!(unknown_paths(&[page], |path| path == "src/a.rs").len(), 1);
     }
 
     #[test]

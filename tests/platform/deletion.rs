@@ -75,7 +75,7 @@ async fn deletion_reports_that_it_waits_for_the_store() {
     let operation = stack.eventually("it waits for the store", waits).await;
     let last = operation["log"].as_array().unwrap().last().unwrap();
     assert_eq!((&last["step"], &last["outcome"]), (&json!("last_backup"), &json!("retry")), "{operation}");
-    assert!(last["detail"].as_str().unwrap().contains("the object store does not answer"), "{operation}");
+    assert!(last["detail"].as_str().unwrap().contains("the object store is unavailable"), "{operation}");
     stack.store.up().unwrap();
     let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("succeeded"), &json!(null)), "{ended}");

@@ -162,7 +162,7 @@ mod tests {
             ("has disappeared", |store, pointer| {
                 store.remove(BUCKET, &path(&format!("{}.json", key(pointer))));
             }),
-            ("written over", |store, pointer| store.write(BUCKET, &path(key(pointer)), "dump 9")),
+            ("was overwritten", |store, pointer| store.write(BUCKET, &path(key(pointer)), "dump 9")),
             ("the pointer has disappeared", |store, _| {
                 store.remove(BUCKET, &path("system/db/latest"));
             }),
