@@ -380,7 +380,10 @@ async fn wrong_previous_key_is_a_doctor_problem() {
     stop(started(&stack, OLD, None, &[])).await;
     let process = started(&stack, NEW, Some(OLD), &[]);
     let reported = doctor(&stack, &process, NEW, Some(NEW + 1)).await;
-    assert!(reported.starts_with("\"problem\"") && reported.contains("cannot open signing key"), "{reported}");
+    assert!(
+        reported.starts_with("\"problem\"") && reported.contains("cannot open signing key"),
+        "{reported}"
+    );
     assert!(reported.contains("will not start"), "{reported}");
 }
 

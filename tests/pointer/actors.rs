@@ -172,7 +172,7 @@ pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History
         }
         match snapshot::latest(&bucket, &slot()).await {
             Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => {
-                history(&mut History::record_damaged_read)
+                history(&mut History::record_damaged_read);
             }
             _ => {}
         }

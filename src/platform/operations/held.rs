@@ -137,7 +137,7 @@ impl HeldOperation<'_> {
             LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
             LeasedWrite::PowerOrdered => db::machine_server::record_power_order(&tx, machine).await?,
             LeasedWrite::PowerOffOrdered(leaving) => {
-                db::machine_server::record_power_off_order(&tx, leaving).await?
+                db::machine_server::record_power_off_order(&tx, leaving).await?;
             }
             LeasedWrite::NextLocation(why) => {
                 db::machine_server::move_to_next_location(&tx, machine).await?;
@@ -146,7 +146,7 @@ impl HeldOperation<'_> {
             }
             LeasedWrite::PoweredOn => db::machine_server::clear_powered_off(&tx, machine).await?,
             LeasedWrite::Unrestored(key) => {
-                db::machine_changes::record_unrestored(&tx, machine, &key).await?
+                db::machine_changes::record_unrestored(&tx, machine, &key).await?;
             }
             LeasedWrite::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
             LeasedWrite::Kept(machine) => db::machine_changes::mark_kept(&tx, machine).await?,

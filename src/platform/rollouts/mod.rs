@@ -106,7 +106,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         // Slow hosts do not delay the rollout.
         let (platform, id) = (Arc::clone(platform), request_id::current());
         tokio::spawn(request_id::run_with_id(id, async move {
-            notify_hosts(&platform, &rollout, unnotified).await
+            notify_hosts(&platform, &rollout, unnotified).await;
         }));
     }
     Ok(())
