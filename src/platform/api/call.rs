@@ -203,7 +203,7 @@ impl ApiCall {
         Sha256::digest(&self.body).to_vec()
     }
 
-    /// The seconds of `Prefer: wait=N` (RFC 7240), up to [`MAX_WAIT_SECONDS`].
+    /// The seconds of `Prefer: wait=N` (RFC 7240), up to `MAX_WAIT_SECONDS`.
     pub fn wait_seconds(&self) -> Option<u64> {
         let values = self.headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
         let mut preferences = values.flat_map(|value| value.split(',')).map(str::trim);
