@@ -164,7 +164,7 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
 pub fn undocumented_metrics(files: &[File]) -> Vec<String> {
     let page = files.iter().find(|file| file.path == METRICS).map_or("", |file| &file.text);
     let mut found = Vec::new();
-    for file in files.iter().filter(|file| file.path == "src/metrics.rs") {
+    for file in files.iter().filter(|file| file.path == "src/base/metrics.rs") {
         for (number, line) in file.text.lines().enumerate() {
             let names =
                 line.split('"').filter(|part| part.starts_with("svc_") || part.starts_with("process_"));
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn undocumented_metric_is_detected() {
         let readme = File::sample(METRICS, "| `svc_a_total` | – |");
-        let source = File::sample("src/metrics.rs", "Counters::new(\"svc_a_total\", \"svc_b\")");
+        let source = File::sample("src/base/metrics.rs", "Counters::new(\"svc_a_total\", \"svc_b\")");
         let found = undocumented_metrics(&[readme, source]);
         assert!(found.len() == 1 && found[0].contains("svc_b"), "{found:?}");
     }
