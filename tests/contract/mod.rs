@@ -5,9 +5,9 @@
 //! here; it only needs a way to provoke each code that it declares.
 
 mod broken;
+mod errors_page;
 mod leak;
 mod probe;
-mod readme;
 mod walk;
 
 use std::collections::{BTreeSet, HashMap};

@@ -118,7 +118,9 @@ pub fn unlisted_for_root(files: &[File]) -> Vec<String> {
         .iter()
         .filter(|(name, _)| !taken.contains(name) && !NOT_FROM_OTHERS.contains(name))
         .map(|(_, place)| {
-            format!("{place} is neither in FROM_OTHERS of root_settings.rs nor in NOT_FROM_OTHERS here")
+            format!(
+                "{place} is neither in ALLOWED_FROM_OTHERS of root_settings.rs nor in NOT_FROM_OTHERS here"
+            )
         })
         .collect();
     let listed = taken.iter().chain(&NOT_FROM_OTHERS);

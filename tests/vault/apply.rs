@@ -98,7 +98,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
     refused("a bit of the signature", "manifest", "signature").await?;
     good.serve(&stage.source)?;
     stage.source.put(&end, Some(flip(good.archive.clone(), good.archive.len() / 2)));
-    refused("a bit of the archive", "download", "").await?;
+    refused("a bit of the archive", "download", "the archive is damaged").await?;
 
     for (what, words, stage_of, change) in [
         (

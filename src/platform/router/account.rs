@@ -72,9 +72,7 @@ pub(super) async fn choose(
     context: &RequestContext,
     call: &ApiCall,
 ) -> Result<Response, Problem> {
-    let Some(identity) = router.identify(context, &call.headers).await? else {
-        return Err(sign_in::sign_in_required());
-    };
+    let identity = router.require_identity(context, &call.headers).await?;
     let mut fields = if call.is_form() { call.form_fields()? } else { call.json_fields()? };
     let choice = fields.required::<AccountChoice>("account");
     let return_to = fields.optional::<String>("returnTo");

@@ -154,9 +154,7 @@ async fn choose_slot(
     context: &RequestContext,
     call: &ApiCall,
 ) -> Result<Response, Problem> {
-    let Some(identity) = router.identify(context, &call.headers).await? else {
-        return Err(sign_in::sign_in_required());
-    };
+    let identity = router.require_identity(context, &call.headers).await?;
     // Pages send a form, programs send JSON.
     let is_form = call.is_form();
     let mut fields = if is_form { call.form_fields()? } else { call.json_fields()? };
@@ -209,9 +207,7 @@ async fn mint_app_token(
     context: &RequestContext,
     call: &ApiCall,
 ) -> Result<Response, Problem> {
-    let Some(identity) = router.identify(context, &call.headers).await? else {
-        return Err(sign_in::sign_in_required());
-    };
+    let identity = router.require_identity(context, &call.headers).await?;
     let mut fields = call.json_fields()?;
     let app: Option<String> = fields.required("app");
     if app.as_deref().is_some_and(|app| !app_token::is_slug(app)) {

@@ -168,6 +168,15 @@ impl RouterState {
         self.authenticator.identify(context, headers).await.map_err(auth_problem)
     }
 
+    /// The caller's identity, or `unauthorized` for a caller without one.
+    pub(super) async fn require_identity(
+        &self,
+        context: &RequestContext,
+        headers: &HeaderMap,
+    ) -> Result<Identity, Problem> {
+        self.identify(context, headers).await?.ok_or_else(sign_in::sign_in_required)
+    }
+
     /// Opens a session for a request with the provider's cookie, so that the browser stays signed in after that cookie
     /// expires. The request itself does not need the session, so a failure is only logged.
     async fn open_session(&self, context: &RequestContext, identity: &Identity) -> Option<HeaderValue> {

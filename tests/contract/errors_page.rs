@@ -7,9 +7,8 @@ use svc::http::problem::Code;
 const HEAD: &str = "| `code` | status | meaning | what to do |";
 
 /// Errors in the table.
-fn wrong(readme: &str) -> Vec<String> {
-    let rows =
-        readme.lines().skip_while(|line| *line != HEAD).skip(2).take_while(|line| line.starts_with('|'));
+fn wrong(page: &str) -> Vec<String> {
+    let rows = page.lines().skip_while(|line| *line != HEAD).skip(2).take_while(|line| line.starts_with('|'));
     let mut documented: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     let mut wrong = Vec::new();
     for row in rows {
@@ -30,20 +29,20 @@ fn wrong(readme: &str) -> Vec<String> {
     wrong
 }
 
-fn readme() -> String {
+fn errors_page() -> String {
     std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference/errors.md")).unwrap()
 }
 
 #[test]
 fn errors_page_lists_every_code() {
-    let wrong = wrong(&readme());
+    let wrong = wrong(&errors_page());
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 #[test]
 fn wrong_table_is_detected() {
-    let readme = readme();
-    let row = readme.lines().find(|line| line.starts_with("| `gone`")).unwrap();
+    let page = errors_page();
+    let row = page.lines().find(|line| line.starts_with("| `gone`")).unwrap();
     for other in [
         String::new(),
         row.replace("410", "404"),
@@ -51,6 +50,6 @@ fn wrong_table_is_detected() {
         row.replace("`gone`", "`goner`"),
         format!("{row}\n{row}"),
     ] {
-        assert!(!wrong(&readme.replace(row, &other)).is_empty(), "{other}");
+        assert!(!wrong(&page.replace(row, &other)).is_empty(), "{other}");
     }
 }
