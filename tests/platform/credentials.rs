@@ -172,8 +172,9 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
     }
     let other = Path::from("user_2/primary/system/db/latest");
     stack.store.write(BUCKET, slot.vps_meta().as_ref(), "{}");
-    stack.store.write(BUCKET, at(2).as_ref(), "a dump of another epoch");
-    for refused in [&other, &slot.vps_meta(), &at(2)] {
+    let later = at(2);
+    stack.store.write(BUCKET, later.as_ref(), "a dump of another epoch");
+    for refused in [&other, &slot.vps_meta(), &later] {
         assert!(bucket.get(refused, 1000).await.is_err(), "{refused}");
     }
 
