@@ -33,20 +33,20 @@ pub enum CallError {
         "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
          next: `svcctl doctor platform` on its machine shows which part hangs; --timeout sets a longer timeout"
     )]
-    NoAnswer { base: Url, seconds: u64 },
+    TimedOut { base: Url, seconds: u64 },
     #[error(transparent)]
     Refused(#[from] ApiProblem),
     #[error("unexpected response to {what}: {why}")]
-    Unreadable { what: String, why: String },
+    InvalidResponse { what: String, why: String },
 }
 
 impl CallError {
     /// Whether a retry may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unreachable { .. } | Self::NoAnswer { .. } => true,
+            Self::Unreachable { .. } | Self::TimedOut { .. } => true,
             Self::Refused(refusal) => refusal.is_transient(),
-            Self::Unreadable { .. } => false,
+            Self::InvalidResponse { .. } => false,
         }
     }
 
@@ -75,9 +75,9 @@ impl ApiResponse {
     /// Parses the body. All strings are made printable, because hosts have written some of them.
     ///
     /// # Errors
-    /// [`CallError::Unreadable`].
+    /// [`CallError::InvalidResponse`].
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, CallError> {
-        let unreadable = |error: serde_json::Error| CallError::Unreadable {
+        let unreadable = |error: serde_json::Error| CallError::InvalidResponse {
             what: self.what.clone(),
             why: error.to_string(),
         };
@@ -207,7 +207,7 @@ impl ApiClient {
     fn failed(&self, error: reqwest::Error) -> CallError {
         let base = self.base.clone();
         if error.is_timeout() && !error.is_connect() {
-            return CallError::NoAnswer { base, seconds: self.call.as_secs() };
+            return CallError::TimedOut { base, seconds: self.call.as_secs() };
         }
         CallError::Unreachable { base, why: problem::chain(&error.without_url()) }
     }
@@ -272,7 +272,10 @@ impl ApiClient {
         match status {
             status if status.is_success() => Ok(ApiResponse { text, what }),
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
-                Err(CallError::Unreadable { what, why: format!("{status}: is this the platform's URL?") })
+                Err(CallError::InvalidResponse {
+                    what,
+                    why: format!("{status}: is this the platform's URL?"),
+                })
             }
             status => Err(ApiProblem::read(status, &text, pause).into()),
         }

@@ -274,9 +274,9 @@ fn advice(code: &str) -> Option<&'static str> {
 impl From<CallError> for Failure {
     fn from(error: CallError) -> Self {
         let exit = match &error {
-            CallError::Unreachable { .. } | CallError::NoAnswer { .. } => Exit::Unavailable,
+            CallError::Unreachable { .. } | CallError::TimedOut { .. } => Exit::Unavailable,
             CallError::Refused(refusal) => refusal.exit(),
-            CallError::Unreadable { .. } => Exit::Internal,
+            CallError::InvalidResponse { .. } => Exit::Internal,
         };
         Self::new(exit, error)
     }

@@ -8,7 +8,7 @@ use jiff::civil::Date;
 use serde_json::{Value, json};
 
 use super::fields::Fields;
-use super::openapi::{Parameter, Place, array, count, number, object, one_of, text, text_to};
+use super::openapi::{Parameter, ParameterLocation, array, count, number, object, one_of, text, text_to};
 
 /// Maximum length of the name of a user or channel.
 pub const MAX_SENDER_CHARS: usize = 256;
@@ -106,17 +106,21 @@ fn day() -> Value {
 
 pub const USER_ID: Parameter = Parameter {
     name: "userId",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: || text_to(MAX_SENDER_CHARS),
     about: "Only this user or channel.",
 };
 pub const START_DATE: Parameter =
-    Parameter { name: "startDate", place: Place::Query, schema: day, about: "The first day." };
-pub const END_DATE: Parameter =
-    Parameter { name: "endDate", place: Place::Query, schema: day, about: "The last day, included." };
+    Parameter { name: "startDate", location: ParameterLocation::Query, schema: day, about: "The first day." };
+pub const END_DATE: Parameter = Parameter {
+    name: "endDate",
+    location: ParameterLocation::Query,
+    schema: day,
+    about: "The last day, included.",
+};
 pub const GROUP_BY: Parameter = Parameter {
     name: "groupBy",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: || one_of(&GroupBy::WORDS),
     about: "Grouping of the entries; default: day.",
 };

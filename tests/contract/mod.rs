@@ -231,8 +231,11 @@ pub fn assert_document_is_valid(contract: &Contract) {
     let ids: BTreeSet<&str> = contract.operations.iter().map(|operation| operation.id).collect();
     assert_eq!(ids.len(), contract.operations.len(), "operation ids are unique");
     for operation in &contract.operations {
-        let place = operation.parameters.iter().filter(|one| one.place == svc::http::openapi::Place::Path);
-        let documented: BTreeSet<&str> = place.map(|parameter| parameter.name).collect();
+        let in_path = operation
+            .parameters
+            .iter()
+            .filter(|one| one.location == svc::http::openapi::ParameterLocation::Path);
+        let documented: BTreeSet<&str> = in_path.map(|parameter| parameter.name).collect();
         let parts = operation.path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
         let parts: BTreeSet<&str> = parts.map(|part| part.trim_start_matches('*')).collect();
         assert_eq!(parts, documented, "{}", operation.id);

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use http::{HeaderMap, Method};
 use reqwest::RequestBuilder;
 use serde_json::{Map, Value, json};
-use svc::http::openapi::{Operation, Parameter, Place};
+use svc::http::openapi::{Operation, Parameter, ParameterLocation};
 use url::form_urlencoded;
 
 use super::probe::{is_valid, levels, probes, strings, valid_value, variants};
@@ -109,7 +109,7 @@ async fn send(side: &impl Side, request: RequestBuilder) -> Reply {
 
 /// A call of an operation with a valid body.
 pub fn valid_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
-    let needed = operation.parameters.iter().filter(|one| one.place == Place::QueryNeeded);
+    let needed = operation.parameters.iter().filter(|one| one.location == ParameterLocation::RequiredQuery);
     let known = needed.filter_map(|one| Some((one.name, side.own(operation, one.name)?)));
     let text = |value: Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let query = form_urlencoded::Serializer::new(String::new())
@@ -238,7 +238,9 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
 }
 
 async fn queries(side: &impl Side, operation: &Operation) {
-    let of_query = |one: &&Parameter| matches!(one.place, Place::Query | Place::QueryNeeded);
+    let of_query = |one: &&Parameter| {
+        matches!(one.location, ParameterLocation::Query | ParameterLocation::RequiredQuery)
+    };
     let parameters: Vec<&Parameter> = operation.parameters.iter().filter(of_query).collect();
     if parameters.is_empty() {
         return;
@@ -257,9 +259,13 @@ async fn queries(side: &impl Side, operation: &Operation) {
         assert_eq!(answer.takes_instead_of("?zz"), said, "{}", operation.id);
     }
     let mut differ = Vec::new();
-    for Parameter { name, place, schema, .. } in parameters {
+    for Parameter { name, location, schema, .. } in parameters {
         let schema = schema();
-        assert_eq!(answer.names(&format!("?{name}")), *place == Place::QueryNeeded, "{name}: {answer:?}");
+        assert_eq!(
+            answer.names(&format!("?{name}")),
+            *location == ParameterLocation::RequiredQuery,
+            "{name}: {answer:?}"
+        );
         send(side, request_with(&[(name, "1"), (name, "1")])).await.assert_problem(400, "invalid_request");
         for text in strings() {
             let value = match schema["type"].as_str() {

@@ -221,7 +221,7 @@ async fn kept_server_stays_while_the_census_fails() {
     wait_for_server_deletion(&stack).await;
 }
 
-/// The other process's census may have started only now, and find a server that this database has forgotten.
+/// The other process's inventory may have started only now, and find a server that this database has forgotten.
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_server_stays_while_another_process_takes_the_census() {
     let stack = Stack::start().await;

@@ -13,10 +13,10 @@ use jiff::civil::Date;
 use kit::child::{self, AtExit};
 use kit::long::Figures;
 use serde_json::Value;
-use svc::host::records::book::{Book, POINTS};
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::ledger::{GroupBy, Report, UsageQuery};
 use svc::host::records::money::Dollars;
+use svc::host::records::usage_book::{Book, POINTS};
 use svc::host::records::writer::Writer;
 use svc::host::system::layout::Layout;
 

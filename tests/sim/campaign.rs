@@ -14,10 +14,10 @@ use super::check::{self, CallerView, Observations};
 use super::cloud::OrderedServer;
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
-use super::look::{self, DatabaseState};
 use super::process::Answer;
 use super::rng::Rng;
-use super::seat::Times;
+use super::run_database::Times;
+use super::snapshot::{self, DatabaseState};
 use crate::platform::stack::{Process, SECRET, Stack};
 
 const PROCESSES: usize = 3;
@@ -249,7 +249,7 @@ async fn campaign(seed: u64) -> Result<u32> {
     let live = live(&fleet.stack);
     let known = CallerView::of(&fleet.ledger);
     let mut found = check::always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
-    found.extend(check::settled(&database_state, &live, &look::audit(&database).await?, &fleet.ledger));
+    found.extend(check::settled(&database_state, &live, &snapshot::audit(&database).await?, &fleet.ledger));
     let log = || format!("{}\n{}", fleet.ledger.lines().join("\n"), fleet.stack.log());
     assert!(came && found.is_empty(), "seed {seed} broke {found:?}\n{database_state:#?}\n{}", log());
     for machine in database_state.machines.iter().filter(|machine| machine.is_running()) {

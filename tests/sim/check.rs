@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::ledger::Ledger;
-use super::look::{AuditSeen, DatabaseState, MachineSeen};
+use super::snapshot::{AuditSeen, DatabaseState, MachineSeen};
 use super::violation::Violation;
 
 /// Earlier observations, for invariants that span several states.

@@ -8,36 +8,36 @@
 //! | file | content |
 //! |---|---|
 //! | `plan`, `rng` | a seed's plan |
-//! | `seat`, `process`, `world` | a database, platform processes in this process, a run's world |
-//! | `cloud`, `line`, `sky` | the provider, in memory or over HTTP |
+//! | `run_database`, `process`, `world` | a database, platform processes in this process, a run's world |
+//! | `cloud`, `process_provider`, `run_provider` | the provider, in memory or over HTTP |
 //! | `store`, `host` | the object store, and its writers besides the platform |
 //! | `rows` | acknowledged rows and their locations |
-//! | `act`, `ledger` | actions, and their responses |
-//! | `look`, `check`, `violation` | the invariants |
+//! | `action`, `ledger` | actions, and their responses |
+//! | `snapshot`, `check`, `violation` | the invariants |
 //! | `run`, `runs`, `broken` | seeds that hold, and deliberately broken rules |
-//! | `found` | handwritten plans |
+//! | `regressions` | handwritten plans |
 //! | `campaign` | real processes under repeated kills |
 //! | `points` | a kill test for every fail point |
 
-mod act;
+mod action;
 mod broken;
 mod campaign;
 mod check;
 mod cloud;
-mod found;
 mod host;
 mod ledger;
-mod line;
-mod look;
 mod plan;
 mod points;
 mod process;
+mod process_provider;
+mod regressions;
 pub mod rng;
 mod rows;
 mod run;
+mod run_database;
+mod run_provider;
 mod runs;
-mod seat;
-mod sky;
+mod snapshot;
 mod store;
 mod switch;
 mod violation;

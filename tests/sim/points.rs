@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use svc::host::audit::watcher;
 use svc::host::link::register;
-use svc::host::records::book;
+use svc::host::records::usage_book;
 use svc::host::retention;
 use svc::host::snapshots::{backup, restore};
 use svc::host::system::upgrade_token;
@@ -28,7 +28,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
         (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),
         (update::KEY_POINTS, "KEY_POINTS", "tests/vault/update_keys.rs"),
         (retention::POINTS, "svc::host::retention::POINTS", "tests/heartbeat.rs"),
-        (book::POINTS, "POINTS", "tests/records/exact.rs"),
+        (usage_book::POINTS, "POINTS", "tests/records/exact.rs"),
         (watcher::POINTS, "svc::host::audit::watcher::POINTS", "tests/audit/life.rs"),
         (register::POINTS, "svc::host::link::register::POINTS", "tests/vault/register.rs"),
         (upgrade_token::POINTS, "svc::host::system::upgrade_token::POINTS", "tests/vault/token_rotation.rs"),
@@ -72,7 +72,7 @@ fn every_point_in_the_source_is_enumerated() {
     for file in files {
         for name in passed(&fs::read_to_string(&file).unwrap()) {
             // Operations derive their points from kind, step and position, and enumerate them in the same way.
-            let made = name.starts_with("&point(") && file.ends_with("platform/operations/held.rs");
+            let made = name.starts_with("&point(") && file.ends_with("platform/operations/leased.rs");
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
                 made || is_switch || known.contains(&name.as_str()),

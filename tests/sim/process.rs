@@ -31,8 +31,8 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::line::ProcessProvider;
-use super::seat::RunDatabase;
+use super::process_provider::ProcessProvider;
+use super::run_database::RunDatabase;
 use super::store::{Store, View};
 use super::switch::Switch;
 
@@ -92,17 +92,17 @@ pub fn config(database: &str) -> PlatformConfig {
 }
 
 impl Process {
-    pub fn start(seat: &RunDatabase, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
+    pub fn start(database: &RunDatabase, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
         let switch = Arc::new(Switch::default());
-        let config = config(&seat.url());
+        let config = config(&database.url());
         let view = View { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
         let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
         let routes = RouterContext {
-            pool: seat.db.pool().clone(),
+            pool: database.db.pool().clone(),
             database: config.database.clone(),
             config: config.routing.clone(),
-            proof: seat.keys.clone(),
+            proof: database.keys.clone(),
             freshness: freshness.clone(),
             stop: switch.token(),
         };
@@ -112,12 +112,12 @@ impl Process {
             host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
             mint: TokenMint::new(&config.keys.current),
             process: svc::platform::key_change::process(config.keys.ids(), &config.timing),
-            db: seat.db.clone(),
-            host_db: seat.db.clone(),
-            report_db: seat.db.clone(),
+            db: database.db.clone(),
+            host_db: database.db.clone(),
+            report_db: database.db.clone(),
             clock: Arc::new(ProcessClock::new(config.timing.max_clock_skew)),
-            installation: seat.installation,
-            keys: seat.keys.clone(),
+            installation: database.installation,
+            keys: database.keys.clone(),
             routes: freshness,
             nudge: Notify::new(),
             reconcile: Notify::new(),

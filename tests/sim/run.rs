@@ -10,8 +10,8 @@ use anyhow::Result;
 use object_store::ObjectStore;
 
 use super::plan::{Step, plan};
-use super::seat::RunDatabase;
-use super::sky::RunProvider;
+use super::run_database::RunDatabase;
+use super::run_provider::RunProvider;
 use super::violation::{BrokenRule, Violation};
 use super::world::{Tally, World};
 
@@ -31,19 +31,19 @@ pub enum Parts {
 }
 
 pub async fn play(
-    seat: &RunDatabase,
+    database: &RunDatabase,
     parts: Parts,
     steps: &[Step],
     broken: Option<BrokenRule>,
 ) -> Result<RunResult> {
-    let (sky, objects, _s3) = match parts {
+    let (provider, objects, _s3) = match parts {
         Parts::InProcess => (RunProvider::port(broken), None, None),
         Parts::Wire => {
             let (objects, s3) = s3()?;
             (RunProvider::wire().await?, Some(objects), Some(s3))
         }
     };
-    let mut world = World::new(seat, sky, objects, broken).await?;
+    let mut world = World::new(database, provider, objects, broken).await?;
     for (number, step) in steps.iter().enumerate() {
         world.ledger.note(format!("{number:>2}. p{} {:?}", step.via, step.action));
         world.act(step).await?;
@@ -98,18 +98,18 @@ pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> 
     for _ in 0..at_once.min((seeds.end - seeds.start) as usize) {
         let (next, end) = (Arc::clone(&next), seeds.end);
         seats.spawn(async move {
-            let seat = RunDatabase::new(None).await.expect("a seat");
+            let database = RunDatabase::new(None).await.expect("a database");
             let mut tally = Tally::default();
             loop {
                 let seed = next.fetch_add(1, Ordering::Relaxed);
                 if seed >= end {
                     return tally;
                 }
-                match play(&seat, parts, &plan(seed), None).await.expect("the parts work") {
+                match play(&database, parts, &plan(seed), None).await.expect("the run starts") {
                     RunResult::Held(one) => tally.add(one),
                     RunResult::Broken { found, after, log } => {
                         let report = report(seed, &found, after, &log);
-                        let shortest = shortest(&seat, parts, seed, after).await;
+                        let shortest = shortest(&database, parts, seed, after).await;
                         panic!("{report}{shortest}");
                     }
                 }
@@ -142,12 +142,12 @@ fn report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) 
 
 /// The shortest failing prefix of the plan, found by bisection. A seed does not determine the timing, so a try may
 /// pass by chance.
-async fn shortest(seat: &RunDatabase, parts: Parts, seed: u64, failed: usize) -> String {
+async fn shortest(database: &RunDatabase, parts: Parts, seed: u64, failed: usize) -> String {
     let steps = plan(seed);
     let (mut holds, mut fails, mut last) = (0, failed, None);
     while holds + 1 < fails {
         let middle = (holds + fails) / 2;
-        match play(seat, parts, &steps[..middle], None).await {
+        match play(database, parts, &steps[..middle], None).await {
             Ok(RunResult::Broken { found, after, log }) => {
                 fails = after.min(middle);
                 last = Some(report(seed, &found, after, &log));
@@ -169,9 +169,9 @@ pub async fn find_violation(
     wanted: Violation,
     follows: &[Violation],
 ) -> Option<u64> {
-    let seat = RunDatabase::new(Some(broken)).await.expect("a seat");
+    let database = RunDatabase::new(Some(broken)).await.expect("a database");
     for seed in 0..max_seeds {
-        let end = play(&seat, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the parts work");
+        let end = play(&database, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the run starts");
         let RunResult::Broken { found, log, .. } = end else { continue };
         let other = found.iter().find(|found| **found != wanted && !follows.contains(found));
         assert!(other.is_none(), "seed {seed} found {found:?}:\n{}", log.join("\n"));

@@ -16,18 +16,18 @@ use tokio::task::JoinSet;
 use super::check::{self, Observations};
 use super::host::{DIGEST, Host};
 use super::ledger::Ledger;
-use super::look::DatabaseState;
 use super::plan::{PROCESSES, SLOTS};
 use super::process::Process;
 use super::rows::Rows;
-use super::seat::RunDatabase;
-use super::sky::RunProvider;
+use super::run_database::RunDatabase;
+use super::run_provider::RunProvider;
+use super::snapshot::DatabaseState;
 use super::store::{Store, View};
 use super::violation::{BrokenRule, Violation};
 
 pub struct World<'a> {
-    pub seat: &'a RunDatabase,
-    pub sky: RunProvider,
+    pub database: &'a RunDatabase,
+    pub provider: RunProvider,
     pub store: Arc<Store>,
     pub processes: Vec<Arc<Process>>,
     pub ledger: Ledger,
@@ -60,24 +60,24 @@ pub struct Tally {
 
 impl<'a> World<'a> {
     pub async fn new(
-        seat: &'a RunDatabase,
-        sky: RunProvider,
+        database: &'a RunDatabase,
+        provider: RunProvider,
         objects: Option<Arc<dyn ObjectStore>>,
         broken: Option<BrokenRule>,
     ) -> Result<Self> {
-        seat.clear().await?;
+        database.clear().await?;
         let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken);
         publish(&store).await?;
         for (user, _) in SLOTS {
             let sql = "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) \
                        VALUES ($1, 'app', $2, now() + interval '1 day') ON CONFLICT DO NOTHING";
-            seat.client.execute(sql, &[&Sha256::digest(cookie(seat, user)).to_vec(), &user]).await?;
+            database.client.execute(sql, &[&Sha256::digest(cookie(database, user)).to_vec(), &user]).await?;
         }
         let processes =
-            (0..PROCESSES).map(|_| Arc::new(Process::start(seat, sky.provider(), &store))).collect();
+            (0..PROCESSES).map(|_| Arc::new(Process::start(database, provider.provider(), &store))).collect();
         Ok(Self {
-            seat,
-            sky,
+            database,
+            provider,
             store,
             processes,
             ledger: Ledger::new(),
@@ -92,13 +92,13 @@ impl<'a> World<'a> {
     }
 
     pub fn start(&mut self, process: usize) {
-        let started = Process::start(self.seat, self.sky.provider(), &self.store);
+        let started = Process::start(self.database, self.provider.provider(), &self.store);
         self.processes[process] = Arc::new(started);
     }
 
     /// Every host that ever existed, the oldest first.
     pub fn hosts(&mut self) -> &[Host] {
-        let made = self.sky.made();
+        let made = self.provider.made();
         self.hosts.extend(made.iter().skip(self.hosts.len()).map(Host::of));
         for host in &mut self.hosts {
             host.epoch = self.ledger.epoch_of(&host.machine).unwrap_or(host.epoch);
@@ -109,19 +109,19 @@ impl<'a> World<'a> {
     /// The violations now.
     pub async fn check_now(&mut self) -> Result<BTreeSet<Violation>> {
         // Servers and responses first, because they depend on older state.
-        let live = self.sky.live();
+        let live = self.provider.live();
         let known = check::CallerView::of(&self.ledger);
-        let database_state = DatabaseState::at(&self.seat.client).await?;
+        let database_state = DatabaseState::at(&self.database.client).await?;
         let fences = self.store.fences().await;
         let mut found = check::always(&database_state, &mut self.memory, &self.ledger, &known);
         found.extend(check::fenced(&database_state, &live, &fences));
         found.extend(self.store.violations().await);
-        let lost = self.rows.missing(&self.sky.live());
+        let lost = self.rows.missing(&self.provider.live());
         if !lost.is_empty() {
             self.ledger.note(format!("rows {lost:?} are nowhere"));
             found.insert(Violation::LostRows);
         }
-        if self.sky.had_doubles() {
+        if self.provider.had_doubles() {
             found.insert(Violation::TwoServersOfOneMachine);
         }
         if self.is_misrouted(&database_state).await? {
@@ -142,7 +142,7 @@ impl<'a> World<'a> {
             self.tally.routed += u32::from(routed && runs(database_state));
             // A change must apply within a second, but this machine may be busy.
             for _ in 0..60 {
-                if !routed || runs(&DatabaseState::at(&self.seat.client).await?) {
+                if !routed || runs(&DatabaseState::at(&self.database.client).await?) {
                     routed = false;
                     break;
                 }
@@ -162,7 +162,7 @@ impl<'a> World<'a> {
             .uri("/")
             .header("host", "app.test")
             .header("accept", "application/json")
-            .header("cookie", format!("svc_session={}", cookie(self.seat, user)))
+            .header("cookie", format!("svc_session={}", cookie(self.database, user)))
             .body(Body::empty())
             .expect("a request");
         process.public(request).await.is_some_and(|answer| matches!(answer.status, 502 | 504))
@@ -171,15 +171,15 @@ impl<'a> World<'a> {
     /// The additional violations after settling.
     pub async fn check_settled(&mut self) -> Result<BTreeSet<Violation>> {
         let mut found = BTreeSet::new();
-        let database_state = DatabaseState::at(&self.seat.client).await?;
-        let audit = super::look::audit(&self.seat.client).await?;
-        found.extend(check::settled(&database_state, &self.sky.live(), &audit, &self.ledger));
-        let resized = |it: &&super::look::OperationSeen| it.kind == "resize" && it.state == "succeeded";
+        let database_state = DatabaseState::at(&self.database.client).await?;
+        let audit = super::snapshot::audit(&self.database.client).await?;
+        found.extend(check::settled(&database_state, &self.provider.live(), &audit, &self.ledger));
+        let resized = |it: &&super::snapshot::OperationSeen| it.kind == "resize" && it.state == "succeeded";
         self.tally.resized += database_state.operations.iter().filter(resized).count() as u32;
         self.tally.rows += u32::try_from(self.rows.acknowledged())?;
         self.tally.running +=
             database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        let is_held = check::holds_deletions(&database_state, &self.sky.live(), &self.ledger);
+        let is_held = check::holds_deletions(&database_state, &self.provider.live(), &self.ledger);
         for host in self.hosts().to_vec() {
             let Some(machine) = database_state.machine(&host.machine) else { continue };
             let right = Some((200, Some(!machine.is_active())));
@@ -211,8 +211,8 @@ impl<'a> World<'a> {
             process.switch.kill();
         }
         self.under_way.shutdown().await;
-        self.seat.cut().await?;
-        if self.seat.restore().await? {
+        self.database.cut().await?;
+        if self.database.restore().await? {
             self.ledger.record_restore();
             self.memory = Observations::default();
             self.tally.restored += 1;
@@ -220,7 +220,7 @@ impl<'a> World<'a> {
         for process in 0..PROCESSES {
             self.start(process);
         }
-        let on = self.sky.on();
+        let on = self.provider.on();
         for host in self.hosts().to_vec() {
             if on.contains(&host.machine) && self.ledger.is_registered(&host.machine) {
                 self.heartbeat(&host, 0).await;
@@ -245,9 +245,9 @@ fn users() -> BTreeSet<&'static str> {
 }
 
 /// A session cookie as a router creates it.
-fn cookie(seat: &RunDatabase, user: &str) -> String {
+fn cookie(database: &RunDatabase, user: &str) -> String {
     let claims = serde_json::json!({ "iss": "svc-session", "jti": user, "host": "app" });
-    format!("svcs_{}", seat.keys.borrow().app.current.sign_json(&claims))
+    format!("svcs_{}", database.keys.borrow().app.current.sign_json(&claims))
 }
 
 async fn publish(store: &Arc<Store>) -> Result<()> {

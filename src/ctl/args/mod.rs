@@ -3,13 +3,13 @@
 //! This file has the commands and the global options; each group of commands has its own file.
 
 mod deploy;
-mod look;
+mod diagnostics;
 mod machine;
-mod noun;
 mod operation;
 mod operator;
 #[cfg(test)]
 mod quoted_tests;
+mod resource;
 mod usage;
 
 use std::path::PathBuf;
@@ -19,16 +19,16 @@ use clap_complete::Shell;
 use url::Url;
 
 pub use self::deploy::{DeployCommand, RolloutTarget, Start};
-pub use self::look::{Doctor, Subject, VerifyRollout};
+pub use self::diagnostics::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{
     Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume, Target,
     Undelete,
 };
-pub use self::noun::{
-    AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget, slot_arguments,
-};
 pub use self::operation::{Operation, OperationCommand};
 pub use self::operator::{Audit, OperatorCommand, TokenOptions};
+pub use self::resource::{
+    AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget, slot_arguments,
+};
 pub use self::usage::Usage;
 use svc_base::applet;
 

@@ -135,7 +135,7 @@ async fn until_ended(
                 response = next;
             }
             // The rollout continues meanwhile.
-            Err(CallError::Unreachable { .. } | CallError::NoAnswer { .. }) => {}
+            Err(CallError::Unreachable { .. } | CallError::TimedOut { .. }) => {}
             Err(CallError::Refused(refusal)) if refusal.is_transient() => {}
             Err(error) => return Err(error.into()),
         }

@@ -155,7 +155,7 @@ impl Sink {
         let path = ["vps", machine, "backups", backup.name()];
         let opened = api.open(&path, self.length()).await;
         let response = opened.map_err(|error| match error {
-            CallError::Unreachable { .. } | CallError::NoAnswer { .. } => ReadError::Transient(error.into()),
+            CallError::Unreachable { .. } | CallError::TimedOut { .. } => ReadError::Transient(error.into()),
             error => ReadError::Permanent(error.into()),
         })?;
         let mut bytes = response.bytes_stream();

@@ -17,11 +17,11 @@ pub use super::budget::{LimitReached, Reservation};
 
 use super::live_settings::LiveSettings;
 use super::owner_config::Settings;
-use crate::records::book::Book;
 use crate::records::entry::Interaction;
 use crate::records::find;
 use crate::records::money::Dollars;
 use crate::records::page::PageError;
+use crate::records::usage_book::Book;
 use crate::records::writer::{Records, Writer};
 use crate::system::layout::Layout;
 use svc_base::chain::chain;

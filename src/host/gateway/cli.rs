@@ -7,11 +7,11 @@ use std::time::Duration;
 use comfy_table::{CellAlignment, Table, presets};
 use jiff::civil::Date;
 
-use crate::records::book;
 use crate::records::files::RecordKind;
 use crate::records::ledger::{GroupBy, Totals, UsageQuery};
 use crate::records::page::{self, PageError, Verdict};
 use crate::records::tail::Tail;
+use crate::records::usage_book;
 use crate::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 
@@ -81,7 +81,7 @@ impl From<RecordName> for RecordKind {
 /// # Errors
 /// [`Failure`].
 pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
-    let ledger = book::read(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
+    let ledger = usage_book::read(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
     let UsageArgs { by, user, since, until, json } = args;
     let report = ledger.report(&UsageQuery { user_id: user, start: since, end: until, group_by: by });
     if json {

@@ -10,7 +10,7 @@ use secrecy::{ExposeSecret, SecretString};
 use crate::system::config::{DatabaseUrl, Identity, environment, first_proof_keys};
 use crate::system::layout::Layout;
 use svc_base::config::{ConfigError, Env, Flag};
-use svc_http::jwt::Trust;
+use svc_http::jwt::TrustedIssuer;
 use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;
 
@@ -25,7 +25,7 @@ pub struct Config {
     pub owner: OwnerConfig,
     pub admin_token: Option<SecretString>,
     /// The issuer of the owner's bearer tokens, if configured.
-    pub issuer: Option<Trust>,
+    pub issuer: Option<TrustedIssuer>,
     pub postgres: tokio_postgres::Config,
     /// Timeout of one statement of an app.
     pub statement_timeout: Duration,
@@ -109,7 +109,7 @@ fn admin_token(env: &mut Env) -> Option<SecretString> {
 }
 
 /// `IDP_ISSUER` and `IDP_AUDIENCE` are both set, or neither.
-fn issuer(env: &mut Env) -> Option<Trust> {
+fn issuer(env: &mut Env) -> Option<TrustedIssuer> {
     if !["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"].iter().any(|name| env.is_set(name)) {
         return None;
     }
@@ -123,7 +123,7 @@ fn issuer(env: &mut Env) -> Option<Trust> {
     };
     let audiences =
         audiences?.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect();
-    Some(Trust { issuer: issuer?, audiences, jwks_url: jwks_url? })
+    Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
 const IDENTITY_VARIABLES: [&str; 4] = ["SVC_USER_ID", "SVC_MACHINE_ID", "SVC_HANDLE", "SVC_EPOCH"];

@@ -15,7 +15,7 @@ use serde_json::Value;
 use super::auth::{Principal, admit};
 use super::body;
 use super::state::Gateway;
-use svc_http::openapi::{Answer, Content, Credential, Operation, Scheme};
+use svc_http::openapi::{Content, Credential, DocumentedResponse, Operation, Scheme};
 
 /// Default maximum body size, for routes without a body or with a small one.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 * 1024;
@@ -116,6 +116,6 @@ async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response 
 }
 
 /// Describes a JSON response.
-pub const fn json_answer(status: u16, about: &'static str, schema: fn() -> Value) -> Answer {
-    Answer { status, about, content: Content::Json(schema) }
+pub const fn documented_json(status: u16, about: &'static str, schema: fn() -> Value) -> DocumentedResponse {
+    DocumentedResponse { status, about, content: Content::Json(schema) }
 }

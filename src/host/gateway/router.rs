@@ -11,7 +11,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::auth::{Denied, Identified, Ingress, admit, identify};
-use super::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer, routes};
+use super::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, documented_json, routes};
 use super::routes::{
     backup_progress, dispatch, health, internal, limits, metrics, quiesce, records, side_database, usage,
 };
@@ -97,7 +97,7 @@ static DESCRIPTION: Endpoint = Endpoint {
         credentials: CALLERS,
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
+        responses: &[documented_json(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

@@ -3,7 +3,6 @@
 //! This module defines their format and writes, counts and reads them; the gateway enforces the limits. Records are
 //! JSON, one object per line, in the owner's `system/logs`. Their days are those of `costLimits.timeZone`.
 
-pub mod book;
 pub mod calendar;
 pub mod entry;
 pub mod files;
@@ -15,6 +14,7 @@ pub mod money;
 pub mod names;
 pub mod page;
 pub mod seals;
+pub mod usage_book;
 
 pub mod tail;
 pub mod writer;

@@ -24,7 +24,7 @@ const MAX_TOKEN_BYTES: usize = 8 * 1024;
 
 /// The trusted issuer and the accepted audiences.
 #[derive(Debug, Clone)]
-pub struct Trust {
+pub struct TrustedIssuer {
     pub issuer: String,
     /// A token must name at least one of them in `aud`, or in `azp` if it has no `aud`.
     pub audiences: Vec<String>,
@@ -66,13 +66,13 @@ pub enum JwtError {
 
 /// Verifies tokens of one issuer.
 pub struct Verifier {
-    trust: Trust,
+    trust: TrustedIssuer,
     keys: Jwks,
 }
 
 impl Verifier {
     /// Fetches nothing yet; the deadlines of `client` limit each fetch.
-    pub fn new(trust: Trust, client: reqwest::Client) -> Self {
+    pub fn new(trust: TrustedIssuer, client: reqwest::Client) -> Self {
         crypto::install();
         let keys = Jwks::new(trust.jwks_url.clone(), client);
         Self { trust, keys }
@@ -132,7 +132,7 @@ enum OneOrMany {
     Many(Vec<String>),
 }
 
-impl Trust {
+impl TrustedIssuer {
     fn accept(&self, claims: Claims, now: Timestamp) -> Result<Subject, JwtError> {
         if claims.iss != self.issuer {
             return Err(JwtError::Issuer);

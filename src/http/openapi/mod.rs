@@ -46,7 +46,7 @@ pub struct Operation {
     pub credentials: &'static [Credential],
     pub parameters: &'static [Parameter],
     pub body: Option<Schema>,
-    pub answers: &'static [Answer],
+    pub responses: &'static [DocumentedResponse],
     /// Problems in addition to the derived ones.
     pub problems: &'static [Code],
 }
@@ -55,25 +55,25 @@ pub struct Operation {
 pub type Schema = fn() -> Value;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum ParameterLocation {
     Path,
     Query,
     /// A required query parameter.
-    QueryNeeded,
+    RequiredQuery,
     Header,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct Parameter {
     pub name: &'static str,
-    pub place: Place,
+    pub location: ParameterLocation,
     pub schema: Schema,
     pub about: &'static str,
 }
 
 /// A successful response.
 #[derive(Debug, Clone, Copy)]
-pub struct Answer {
+pub struct DocumentedResponse {
     pub status: u16,
     pub about: &'static str,
     pub content: Content,
@@ -113,7 +113,7 @@ impl Operation {
         if self.body.is_some() {
             codes.push(Code::UnsupportedMediaType);
         }
-        let checked = self.parameters.iter().any(|parameter| parameter.place != Place::Header);
+        let checked = self.parameters.iter().any(|parameter| parameter.location != ParameterLocation::Header);
         if self.body.is_some() || checked {
             codes.push(Code::InvalidRequest);
         }
@@ -124,8 +124,11 @@ impl Operation {
     }
 
     fn document(&self) -> Value {
-        let mut responses: Map<String, Value> =
-            self.answers.iter().map(|answer| (answer.status.to_string(), answer.document())).collect();
+        let mut responses: Map<String, Value> = self
+            .responses
+            .iter()
+            .map(|response| (response.status.to_string(), response.document()))
+            .collect();
         let mut by_status: BTreeMap<u16, Vec<&str>> = BTreeMap::new();
         for code in self.codes() {
             by_status.entry(code.status().as_u16()).or_default().push(code.as_str());
@@ -168,32 +171,32 @@ impl Credential {
 
 impl Parameter {
     fn document(&self) -> Value {
-        let place = match self.place {
-            Place::Path => "path",
-            Place::Query | Place::QueryNeeded => "query",
-            Place::Header => "header",
+        let location = match self.location {
+            ParameterLocation::Path => "path",
+            ParameterLocation::Query | ParameterLocation::RequiredQuery => "query",
+            ParameterLocation::Header => "header",
         };
         json!({
             "name": self.name,
-            "in": place,
-            "required": matches!(self.place, Place::Path | Place::QueryNeeded),
+            "in": location,
+            "required": matches!(self.location, ParameterLocation::Path | ParameterLocation::RequiredQuery),
             "description": self.about,
             "schema": (self.schema)(),
         })
     }
 }
 
-impl Answer {
+impl DocumentedResponse {
     fn document(&self) -> Value {
-        let mut answer = json!({ "description": self.about });
+        let mut response = json!({ "description": self.about });
         match self.content {
             Content::Nothing => {}
             Content::Json(schema) => {
-                answer["content"] = json!({ "application/json": { "schema": schema() } });
+                response["content"] = json!({ "application/json": { "schema": schema() } });
             }
-            Content::Other(media_type) => answer["content"] = json!({ media_type: {} }),
+            Content::Other(media_type) => response["content"] = json!({ media_type: {} }),
         }
-        answer
+        response
     }
 }
 
@@ -279,9 +282,18 @@ mod tests {
             path: "/things/{id}",
             summary: "Asks.",
             credentials: &[OPERATOR],
-            parameters: &[Parameter { name: "id", place: Place::Path, schema: uuid, about: "The thing." }],
+            parameters: &[Parameter {
+                name: "id",
+                location: ParameterLocation::Path,
+                schema: uuid,
+                about: "The thing.",
+            }],
             body: Some(|| object(&[("name", text())], &[])),
-            answers: &[Answer { status: 202, about: "Asked.", content: Content::Json(|| named("Thing")) }],
+            responses: &[DocumentedResponse {
+                status: 202,
+                about: "Asked.",
+                content: Content::Json(|| named("Thing")),
+            }],
             problems: &[Code::InvalidState, Code::Unauthorized],
         }
     }

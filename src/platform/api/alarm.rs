@@ -9,18 +9,20 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::ApiCall;
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, json_answer};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
 use super::mutation::{AuditChange, Mutation, Reply};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::{self};
-use svc_http::openapi::{Operation, Parameter, Place, fields, named, nullable, object, text, time};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, fields, named, nullable, object, text, time,
+};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(alarm): Segments<String>,
+    PathParams(alarm): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -81,14 +83,14 @@ pub static RELEASE: Endpoint = Endpoint {
         parameters: &[
             Parameter {
                 name: "alarm",
-                place: Place::Path,
+                location: ParameterLocation::Path,
                 schema: text,
                 about: "The alarm's name, as listed by the fleet route.",
             },
             IDEMPOTENCY_KEY,
         ],
         body: Some(|| fields(&[], &[])),
-        answers: &[json_answer(200, "The alarm has been released.", || named("Alarm"))],
+        responses: &[documented_json(200, "The alarm has been released.", || named("Alarm"))],
         problems: &[
             Code::NotFound,
             Code::InvalidState,

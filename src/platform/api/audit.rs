@@ -10,10 +10,12 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::call::ApiCall;
-use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, json_answer};
+use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, documented_json};
 use crate::context::Platform;
 use crate::db::audit::{self, AuditFilter, AuditRow};
-use svc_http::openapi::{Operation, Parameter, Place, array, nullable, object, text, text_to, time, uuid};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, array, nullable, object, text, text_to, time, uuid,
+};
 use svc_http::problem::{Code, Problem};
 
 const DEFAULT_PAGE_SIZE: usize = 100;
@@ -55,14 +57,14 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[ACTOR, ACTION, TARGET, SINCE, UNTIL, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        answers: &[json_answer(200, "A page.", page_schema)],
+        responses: &[documented_json(200, "A page.", page_schema)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };
 
 const fn filter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
-    Parameter { name, place: Place::Query, schema, about }
+    Parameter { name, location: ParameterLocation::Query, schema, about }
 }
 
 fn filter_schema() -> Value {

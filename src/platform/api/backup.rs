@@ -11,18 +11,18 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
-use super::fault;
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::mutation::{AuditChange, Mutation, Reply};
+use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
-use crate::operations::{ask_host, last_backup};
+use crate::operations::{host_call, last_backup};
 use axum::routing::post;
 use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_http::openapi::{Operation, fields, object, time, uuid};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 
@@ -46,7 +46,7 @@ impl HostTask {
 
 pub async fn back_up(
     state: State<Arc<Platform>>,
-    id: Segments<String>,
+    id: PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     handle(state, id, request, HostTask::Backup).await
@@ -54,7 +54,7 @@ pub async fn back_up(
 
 pub async fn drill(
     state: State<Arc<Platform>>,
-    id: Segments<String>,
+    id: PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     handle(state, id, request, HostTask::Drill).await
@@ -62,7 +62,7 @@ pub async fn drill(
 
 pub async fn accept(
     state: State<Arc<Platform>>,
-    id: Segments<String>,
+    id: PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     handle(state, id, request, HostTask::Accept).await
@@ -70,7 +70,7 @@ pub async fn accept(
 
 async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
     task: HostTask,
 ) -> Result<Response, Problem> {
@@ -94,7 +94,7 @@ async fn request_from_host(
         return Ok(reply);
     }
     let machine = db::machines::get(&session, id).await?;
-    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let machine = match task {
         HostTask::Backup | HostTask::Drill => ensure_running(&machine).map(|()| machine)?,
         HostTask::Accept => find_holding_machine(&session, machine).await?,
@@ -103,9 +103,9 @@ async fn request_from_host(
     // No session is held during the request to the host.
     drop(session);
     let response = match task {
-        HostTask::Backup => ask_host::backup(platform, &machine).await,
-        HostTask::Drill => ask_host::drill(platform, &machine).await,
-        HostTask::Accept => ask_host::accept_backup(platform, &machine).await,
+        HostTask::Backup => host_call::backup(platform, &machine).await,
+        HostTask::Drill => host_call::drill(platform, &machine).await,
+        HostTask::Accept => host_call::accept_backup(platform, &machine).await,
     };
     let requested_at = response.map_err(|error| {
         let task = task.as_str();
@@ -187,13 +187,13 @@ fn reports_held_snapshot(machine: &MachineRow) -> bool {
 
 fn ensure_running(machine: &MachineRow) -> Result<(), Problem> {
     if machine.deleted_at.is_some() {
-        return Err(fault::machine_not_found(&machine.id.to_string()));
+        return Err(problems::machine_not_found(&machine.id.to_string()));
     }
     if machine.retired_at.is_some() {
-        return Err(fault::invalid_state("retired", &[]));
+        return Err(problems::invalid_state("retired", &[]));
     }
     if machine.status != Status::Running {
-        return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running]));
+        return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running]));
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
@@ -231,7 +231,7 @@ pub static BACKUP: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[json_answer(202, "The request has been sent to the host.", requested_schema)],
+        responses: &[documented_json(202, "The request has been sent to the host.", requested_schema)],
         problems: PROBLEMS,
     },
     serve: || post(back_up),
@@ -247,7 +247,7 @@ pub static DRILL: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[json_answer(202, "The request has been sent to the host.", requested_schema)],
+        responses: &[documented_json(202, "The request has been sent to the host.", requested_schema)],
         problems: PROBLEMS,
     },
     serve: || post(drill),
@@ -265,7 +265,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[json_answer(202, "The request has been sent to the host.", requested_schema)],
+        responses: &[documented_json(202, "The request has been sent to the host.", requested_schema)],
         problems: PROBLEMS,
     },
     serve: || post(accept),

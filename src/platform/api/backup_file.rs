@@ -12,18 +12,18 @@ use serde_json::json;
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATE, OPERATOR};
 use super::mutation::{self, AuditChange};
-use super::{fault, object};
+use super::{object, problems};
 use crate::context::Platform;
 use crate::db;
-use svc_http::openapi::{Operation, Parameter, Place, matching};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, matching};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::MachineId;
 use svc_store::key::SlotPrefix;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments((id, name)): Segments<(String, String)>,
+    PathParams((id, name)): PathParams<(String, String)>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -31,7 +31,7 @@ pub async fn handle(
     let id: MachineId = path_id("machineId", &id)?;
     let mut session = platform.db.session().await?;
     let machine = db::machines::get(&session, id).await?;
-    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let absent = || {
         let detail = format!("The slot has no snapshot {name}; `/vps/{id}/backups` lists its snapshots.");
@@ -61,7 +61,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NAME],
         body: None,
-        answers: &object::ANSWERS,
+        responses: &object::ANSWERS,
         problems: &[
             Code::MachineNotFound,
             Code::NotFound,
@@ -75,7 +75,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
 
 const NAME: Parameter = Parameter {
     name: "name",
-    place: Place::Path,
+    location: ParameterLocation::Path,
     schema: || matching("^[^/]+\\.dump$"),
     about: "The last part of the snapshot's key.",
 };

@@ -9,18 +9,19 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, json_answer};
-use super::fault;
+use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json};
+use super::problems;
 use crate::context::Platform;
 use crate::db::{self};
 use axum::routing::get;
 use http::Method;
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{
-    Operation, Parameter, Place, array, boolean, count, matching, nullable, object, text, time, uuid,
+    Operation, Parameter, ParameterLocation, array, boolean, count, matching, nullable, object, text, time,
+    uuid,
 };
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
-use svc_http::segments::Segments;
 use svc_machine::id::MachineId;
 use svc_store::bucket::StoreError;
 use svc_store::key::{SlotPrefix, SnapshotCursor};
@@ -33,7 +34,7 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -48,7 +49,7 @@ pub async fn handle(
     let session = platform.report_db.session().await?;
     let machine = db::machines::get(&session, id).await?;
     drop(session);
-    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let read = async {
         let pointer = match pointer_io::read(&platform.bucket, &slot).await {
@@ -111,7 +112,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             LATEST,
         ],
         body: None,
-        answers: &[json_answer(200, "A page.", page_schema)],
+        responses: &[documented_json(200, "A page.", page_schema)],
         problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
@@ -119,14 +120,14 @@ pub static ENDPOINT: Endpoint = Endpoint {
 
 const LATEST: Parameter = Parameter {
     name: "latest",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: boolean,
     about: "true: only the snapshot that the pointer names.",
 };
 
 const LIMIT: Parameter = Parameter {
     name: "limit",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
     about: "Page size.",
 };

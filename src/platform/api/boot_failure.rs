@@ -8,17 +8,17 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{ApiCall, path_id, registration_rejected};
-use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, json_answer, status};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, documented_json, status};
 use super::mutation::{self, AuditChange, Reply};
-use super::{fault, register};
+use super::{problems, register};
 use crate::context::Platform;
 use crate::db::{self};
 use crate::lifecycle::{self, EventContext};
 use axum::routing::post;
 use svc_base::untrusted_text;
 use svc_http::openapi::{Operation, extensible, fields, object, some_text, text_to, uuid};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 
@@ -26,7 +26,7 @@ const MAX_STAGE_CHARS: usize = 64;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -46,7 +46,7 @@ pub async fn handle(
     let with = EventContext { failed_at: Some((&stage, &message)), ..EventContext::default() };
     lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
         .await
-        .map_err(|error| fault::lifecycle_problem(error, &machine))?;
+        .map_err(|error| problems::lifecycle_problem(error, &machine))?;
     let (target, after) = (id.to_string(), json!({"stage": stage, "message": message}));
     let changed = AuditChange { action: "boot-failure", target: &target, before: None, after: Some(&after) };
     mutation::write_audit(&tx, &format!("machine:{id}"), &changed).await?;
@@ -67,7 +67,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: Some(|| {
             extensible(fields(&[("stage", text_to(MAX_STAGE_CHARS)), ("message", some_text())], &[]))
         }),
-        answers: &[json_answer(202, "The machine has failed.", || {
+        responses: &[documented_json(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])
         })],
         problems: &[

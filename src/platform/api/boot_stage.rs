@@ -19,9 +19,9 @@ use crate::db::{self, DbError, machine_changes};
 use axum::routing::post;
 use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_http::fields::Fields;
-use svc_http::openapi::{Answer, Content, Operation, count, extensible, fields, one_of};
+use svc_http::openapi::{Content, DocumentedResponse, Operation, count, extensible, fields, one_of};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::MachineId;
 
 /// Maximum number of stored stages; a host in a boot loop reports the same ones repeatedly.
@@ -42,7 +42,7 @@ impl FromStr for Stage {
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -137,7 +137,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             let stages = one_of(&["bundle", "database", "restore", "gateway", "register"]);
             extensible(fields(&[("stage", stages)], &[("progress", extensible(fields(&[], &figures)))]))
         }),
-        answers: &[Answer { status: 204, about: "Recorded.", content: Content::Nothing }],
+        responses: &[DocumentedResponse { status: 204, about: "Recorded.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),

@@ -11,15 +11,15 @@ use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, HOST, OPERATOR, READ};
 use super::object;
 use crate::context::Platform;
-use svc_http::openapi::{Operation, Parameter, Place, one_of, text};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, one_of, text};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::name::ImageVersion;
 use svc_store::key::{self, BUNDLE_FILE};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments((version, file)): Segments<(String, String)>,
+    PathParams((version, file)): PathParams<(String, String)>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -49,7 +49,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR, HOST],
         parameters: &[VERSION, FILE],
         body: None,
-        answers: &object::ANSWERS,
+        responses: &object::ANSWERS,
         problems: &[
             Code::Superseded,
             Code::NotFound,
@@ -62,11 +62,15 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || get(handle),
 };
 
-const VERSION: Parameter =
-    Parameter { name: "version", place: Place::Path, schema: text, about: "The image version." };
+const VERSION: Parameter = Parameter {
+    name: "version",
+    location: ParameterLocation::Path,
+    schema: text,
+    about: "The image version.",
+};
 const FILE: Parameter = Parameter {
     name: "file",
-    place: Place::Path,
+    location: ParameterLocation::Path,
     schema: || {
         one_of(
             &["", ".sha256", ".json", ".json.sig"]

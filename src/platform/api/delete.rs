@@ -10,12 +10,12 @@ use jiff::SignedDuration;
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, handle_name, idp_user_id,
-    json_answer, kind, slot_name, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, handle_name,
+    idp_user_id, kind, slot_name, status,
 };
-use super::fault;
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, AuditChange, Mutation, Reply};
+use super::problems;
 use crate::context::Platform;
 use crate::copies;
 use crate::db::machine_row::MachineRow;
@@ -26,15 +26,17 @@ use crate::operations::OperationOptions;
 use axum::routing::delete as delete_route;
 use svc_base::clock::rfc3339_ms;
 use svc_http::fields::Fields;
-use svc_http::openapi::{Operation, Parameter, Place, boolean, nullable, object, one_of, text, time, uuid};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of, text, time, uuid,
+};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::event::Event;
 use svc_machine::id::{MachineId, OperationId};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -61,7 +63,7 @@ async fn delete(
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
-    let not_found = || fault::machine_not_found(&id.to_string());
+    let not_found = || problems::machine_not_found(&id.to_string());
     let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
     let copies = copies::of_slot(&session, &seen, &platform.config.timing).await?;
     // No session is held during requests to the store.
@@ -77,7 +79,7 @@ async fn delete(
     let event = Event::DeleteRequested;
     let with = EventContext { options, ..EventContext::default() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
-    let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
+    let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
         Change::Moved { filed } => filed.map(|filed| filed.operation),
         Change::Unchanged => {
             // A repeated request responds with the operation of the first one.
@@ -169,13 +171,13 @@ async fn find_also_deleted(
 
 const NOW: Parameter = Parameter {
     name: "now",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: boolean,
     about: "true: the server is deleted as soon as the last backup has been taken, and undelete is not possible.",
 };
 const ACCEPT_LOSS: Parameter = Parameter {
     name: "acceptLoss",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: boolean,
     about: "true: if no last backup can be taken, data that no snapshot contains may be lost.",
 };
@@ -216,7 +218,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NOW, ACCEPT_LOSS, IDEMPOTENCY_KEY, PREFER],
         body: None,
-        answers: &[json_answer(
+        responses: &[documented_json(
             202,
             "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the machine that it \
              was to replace, whose server has the slot's data and is kept. `newestSnapshotAt` is the time of the snapshot that \

@@ -13,18 +13,20 @@ use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, handle_name, image_version, json_answer,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, handle_name, image_version,
 };
-use super::fault;
 use super::mutation::{AuditChange, Mutation, Reply};
+use super::problems;
 use crate::context::Platform;
 use crate::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
 use crate::db::{self};
 use crate::rollouts::plan;
 use svc_http::fields::Fields;
-use svc_http::openapi::{Answer, Operation, Parameter, Place, array, fields, named, object, uuid};
+use svc_http::openapi::{
+    DocumentedResponse, Operation, Parameter, ParameterLocation, array, fields, named, object, uuid,
+};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::RolloutId;
 use svc_machine::name::{Handle, ImageVersion};
 use svc_store::bundle::{self, BundleUnusable};
@@ -141,7 +143,7 @@ async fn create_rollout(
 /// The problem of a handle whose machine a rollout cannot reach.
 async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
     let Some(machine) = db::machines::by_handle(client, handle).await? else {
-        return Ok(fault::machine_not_found(handle.as_str()));
+        return Ok(problems::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {
         Some(_) => ("switched off", format!("`svcctl power on {handle} --wait` first")),
@@ -170,7 +172,7 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
 
 pub async fn show(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -256,7 +258,7 @@ fn rollout_ended(rollout: &RolloutRow) -> Problem {
 
 async fn pause(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     execute_command(&platform, &id, request, RolloutCommand::Pause).await
@@ -264,7 +266,7 @@ async fn pause(
 
 async fn resume(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     execute_command(&platform, &id, request, RolloutCommand::Resume).await
@@ -272,7 +274,7 @@ async fn resume(
 
 async fn abort(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     execute_command(&platform, &id, request, RolloutCommand::Abort).await
@@ -288,7 +290,7 @@ pub static START: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(request_schema),
-        answers: &[json_answer(202, "The rollout has started.", || named("Rollout"))],
+        responses: &[documented_json(202, "The rollout has started.", || named("Rollout"))],
         problems: &[
             Code::BundleNotFound,
             Code::MachineNotFound,
@@ -321,7 +323,7 @@ pub static LIST: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The rollouts, without their machines.", list_schema)],
+        responses: &[documented_json(200, "The rollouts, without their machines.", list_schema)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(list),
@@ -341,16 +343,16 @@ pub static SHOW: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[ROLLOUT_ID],
         body: None,
-        answers: &[json_answer(200, "The rollout.", || named("Rollout"))],
+        responses: &[documented_json(200, "The rollout.", || named("Rollout"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],
     },
     serve: || get(show),
 };
 
 const ROLLOUT_ID: Parameter =
-    Parameter { name: "id", place: Place::Path, schema: uuid, about: "The rollout." };
+    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The rollout." };
 
-const THE_ROLLOUT: Answer = json_answer(200, "The rollout.", || named("Rollout"));
+const THE_ROLLOUT: DocumentedResponse = documented_json(200, "The rollout.", || named("Rollout"));
 
 const fn command_operation(id: &'static str, path: &'static str, summary: &'static str) -> Operation {
     Operation {
@@ -361,7 +363,7 @@ const fn command_operation(id: &'static str, path: &'static str, summary: &'stat
         credentials: &[OPERATOR],
         parameters: &[ROLLOUT_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[THE_ROLLOUT],
+        responses: &[THE_ROLLOUT],
         problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     }
 }

@@ -9,7 +9,7 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
 use super::shape;
@@ -19,8 +19,8 @@ use crate::db::{self, machine_changes};
 use crate::operations::OperationKind;
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{Operation, boolean, fields};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::{MachineId, OperationId};
 
 /// Whether data that no snapshot contains may be lost.
@@ -32,7 +32,7 @@ enum Loss {
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -161,7 +161,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[("acceptLoss", boolean())])),
-        answers: &[json_answer(
+        responses: &[documented_json(
             202,
             "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \
              once it has been filed; `alreadyOrdered`: an earlier request or the end of the grace period ordered it.",

@@ -10,7 +10,8 @@ use axum::routing::MethodRouter;
 use axum::{Extension, Router};
 use serde_json::Value;
 use svc_http::openapi::{
-    Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, matching, uuid,
+    Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
+    matching, uuid,
 };
 
 /// One method of one path, its access and its handler.
@@ -58,27 +59,27 @@ pub const REGISTRATION: Credential = Credential {
 };
 
 pub const MACHINE_ID: Parameter =
-    Parameter { name: "id", place: Place::Path, schema: uuid, about: "The machine." };
+    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The machine." };
 pub const IDEMPOTENCY_KEY: Parameter = Parameter {
     name: "Idempotency-Key",
-    place: Place::Header,
+    location: ParameterLocation::Header,
     schema: || matching("^[ -~]{1,255}$"),
     about: "A repeated request with the same key and body gets the response to the first one.",
 };
 pub const PREFER: Parameter = Parameter {
     name: "Prefer",
-    place: Place::Header,
+    location: ParameterLocation::Header,
     schema: any_text,
     about: "wait=N: respond when the operation has ended, or after N seconds, at most 60 (RFC 7240).",
 };
 pub const CURSOR: Parameter = Parameter {
     name: "cursor",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: any_text,
     about: "The nextCursor of the previous page.",
 };
 
 /// A JSON response.
-pub const fn json_answer(status: u16, about: &'static str, schema: fn() -> Value) -> Answer {
-    Answer { status, about, content: Content::Json(schema) }
+pub const fn documented_json(status: u16, about: &'static str, schema: fn() -> Value) -> DocumentedResponse {
+    DocumentedResponse { status, about, content: Content::Json(schema) }
 }

@@ -6,17 +6,17 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
-use super::fault;
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
+use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
 use svc_http::openapi::{Operation, fields, named, text_to};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 
@@ -26,7 +26,7 @@ const FAILURE_STAGE: &str = "operator";
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -53,7 +53,7 @@ async fn fail(
     let with = EventContext { failed_at: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
     let event = Event::OperatorFailed;
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
-    let effect = match changed.map_err(|error| fault::lifecycle_problem(error, &change.machine))? {
+    let effect = match changed.map_err(|error| problems::lifecycle_problem(error, &change.machine))? {
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("fail"),
     };
@@ -70,7 +70,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[("reason", text_to(MAX_REASON_CHARS))], &[])),
-        answers: &[json_answer(200, "The machine has failed.", || named("Machine"))],
+        responses: &[documented_json(200, "The machine has failed.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, Endpoint, OPERATOR, READ, handle_name, idp_user_id, json_answer, slot_name, status,
+    Access, Endpoint, OPERATOR, READ, documented_json, handle_name, idp_user_id, slot_name, status,
 };
 use crate::alarms;
 use crate::context::Platform;
@@ -76,7 +76,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The fleet.", fleet_schema)],
+        responses: &[documented_json(200, "The fleet.", fleet_schema)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(handle),

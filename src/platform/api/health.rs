@@ -13,7 +13,7 @@ use http::{Method, StatusCode};
 use object_store::path::Path;
 use serde_json::json;
 
-use super::endpoint::{Access, Endpoint, component_status, json_answer};
+use super::endpoint::{Access, Endpoint, component_status, documented_json};
 use crate::context::Platform;
 use crate::db::{self};
 use crate::router::RoutesState;
@@ -92,7 +92,9 @@ pub static LIVE: Endpoint = Endpoint {
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The process runs.", || object(&[("status", component_status())], &[]))],
+        responses: &[documented_json(200, "The process runs.", || {
+            object(&[("status", component_status())], &[])
+        })],
         problems: &[],
     },
     serve: || get(live),
@@ -108,7 +110,10 @@ pub static READY: Endpoint = Endpoint {
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "Ready.", readiness), json_answer(503, "Not ready.", readiness)],
+        responses: &[
+            documented_json(200, "Ready.", readiness),
+            documented_json(503, "Not ready.", readiness),
+        ],
         problems: &[],
     },
     serve: || get(ready),
@@ -124,9 +129,9 @@ pub static READY_TO_CONTROL: Endpoint = Endpoint {
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[
-            json_answer(200, "Ready.", control_readiness),
-            json_answer(503, "Not ready.", control_readiness),
+        responses: &[
+            documented_json(200, "Ready.", control_readiness),
+            documented_json(503, "Not ready.", control_readiness),
         ],
         problems: &[],
     },

@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 use super::attention;
 use super::call::{ApiCall, AuthenticatedHost, path_id};
 use super::endpoint::{
-    Access, Endpoint, HOST, MACHINE_ID, MAX_DAMAGED_KEYS, SNAPSHOT_CHECKS, UPDATE_OUTCOMES, image_version,
-    json_answer, last_backup_schema, last_update_schema, snapshot_checks_schema,
+    Access, Endpoint, HOST, MACHINE_ID, MAX_DAMAGED_KEYS, SNAPSHOT_CHECKS, UPDATE_OUTCOMES, documented_json,
+    image_version, last_backup_schema, last_update_schema, snapshot_checks_schema,
 };
 use super::heal;
 use super::mutation::{self, AuditChange};
@@ -37,8 +37,8 @@ use svc_http::openapi::{
     Operation, any_text, array, boolean, count, extensible, fields, matching, nullable, object, one_of, text,
     uuid,
 };
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
-use svc_http::segments::Segments;
 use svc_machine::epoch::{Epoch, MAX_EPOCH};
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
@@ -67,7 +67,7 @@ struct HeartbeatReport {
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -454,7 +454,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
         body: Some(report_schema),
-        answers: &[json_answer(200, "The desired state of the host.", response_schema)],
+        responses: &[documented_json(200, "The desired state of the host.", response_schema)],
         problems: &[Code::Forbidden, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),

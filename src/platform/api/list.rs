@@ -9,14 +9,16 @@ use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, CURSOR, Endpoint, OPERATOR, READ, handle_name, idp_user_id, json_answer, slot_name, status,
+    Access, CURSOR, Endpoint, OPERATOR, READ, documented_json, handle_name, idp_user_id, slot_name, status,
 };
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::machines::{self, MachineFilter, MachineScope};
 use axum::routing::get;
 use http::Method;
-use svc_http::openapi::{Operation, Parameter, Place, array, boolean, named, nullable, object, text, uuid};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, array, boolean, named, nullable, object, text, uuid,
+};
 use svc_http::problem::{Code, Problem};
 
 const DEFAULT_PAGE_SIZE: usize = 100;
@@ -61,7 +63,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        answers: &[json_answer(200, "A page.", || {
+        responses: &[documented_json(200, "A page.", || {
             object(&[("machines", array(named("Machine"))), ("nextCursor", nullable(text()))], &[])
         })],
         problems: &[Code::DatabaseUnavailable],
@@ -70,7 +72,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
 };
 
 const fn filter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
-    Parameter { name, place: Place::Query, schema, about }
+    Parameter { name, location: ParameterLocation::Query, schema, about }
 }
 
 const STATUS: Parameter = filter("status", status, "Only machines with this status.");

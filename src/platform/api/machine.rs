@@ -8,21 +8,23 @@ use axum::response::{IntoResponse, Response};
 use serde_json::Value;
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATOR, READ, json_answer, machine_with_operations};
-use super::{fault, operation};
+use super::endpoint::{
+    Access, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json, machine_with_operations,
+};
+use super::{operation, problems};
 use crate::context::Platform;
 use crate::copies::{self, Copies};
 use crate::db::{self};
 use axum::routing::get;
 use http::Method;
 use svc_http::openapi::Operation;
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -41,7 +43,7 @@ async fn read_machine(platform: &Platform, id: MachineId) -> Result<(Value, Copi
     let mut session = platform.report_db.session().await?;
     let tx = db::begin_snapshot(&mut session).await?;
     let machine = db::machines::get(&tx, id).await?;
-    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let mut record = machine.record();
     let mut operations = Vec::new();
     for operation_row in db::operations::list_for_machine(&tx, id).await? {
@@ -63,7 +65,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID],
         body: None,
-        answers: &[json_answer(200, "The machine.", machine_with_operations)],
+        responses: &[documented_json(200, "The machine.", machine_with_operations)],
         problems: &[Code::MachineNotFound, Code::DatabaseUnavailable],
     },
     serve: || get(handle),

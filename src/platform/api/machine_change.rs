@@ -7,8 +7,8 @@ use http::StatusCode;
 use serde_json::Value;
 
 use super::call::{ApiCall, path_id};
-use super::fault;
 use super::mutation::{AuditChange, Mutation, Reply};
+use super::problems;
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
@@ -78,7 +78,7 @@ impl<'a> MachineChange<'a> {
         id: MachineId,
         lock: LockScope,
     ) -> Result<ChangeStart<'a>, Problem> {
-        let not_found = || fault::machine_not_found(&id.to_string());
+        let not_found = || problems::machine_not_found(&id.to_string());
         let user = match lock {
             LockScope::User => Some(db::machines::get(session, id).await?.ok_or_else(not_found)?.user),
             LockScope::Machine => None,
@@ -107,7 +107,7 @@ impl<'a> MachineChange<'a> {
         let Self { tx, machine, mutation } = self;
         let id = machine.id.to_string();
         let after = db::machines::get(&tx, machine.id).await?;
-        let after = after.ok_or_else(|| fault::machine_not_found(&id))?;
+        let after = after.ok_or_else(|| problems::machine_not_found(&id))?;
         let reply = Reply::new(status, body(&after));
         match effect {
             ChangeEffect::Unchanged => mutation.store(&tx, &reply).await?,

@@ -13,7 +13,7 @@ use super::endpoint::{Access, Endpoint, METRICS, OPERATOR};
 use crate::context::Platform;
 use crate::measure;
 use svc_base::metrics::{MEDIA_TYPE, Scrape};
-use svc_http::openapi::{Answer, Content, Operation};
+use svc_http::openapi::{Content, DocumentedResponse, Operation};
 use svc_http::problem::{Code, Problem};
 
 pub async fn handle(
@@ -36,7 +36,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[Answer { status: 200, about: "All series.", content: Content::Other("text/plain") }],
+        responses: &[DocumentedResponse {
+            status: 200,
+            about: "All series.",
+            content: Content::Other("text/plain"),
+        }],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),

@@ -17,7 +17,6 @@ pub mod discard;
 pub mod endpoint;
 pub mod entitlement;
 pub mod fail;
-pub mod fault;
 pub mod fleet;
 pub mod heal;
 pub mod health;
@@ -34,6 +33,7 @@ pub mod operation_decision;
 pub mod operators;
 pub mod pointer;
 pub mod power;
+pub mod problems;
 pub mod provision;
 pub mod recover;
 mod refused_hosts;
@@ -57,7 +57,7 @@ use axum::{Json, Router};
 use http::Method;
 use serde_json::{Value, json};
 
-use self::endpoint::{Access, Endpoint, OPERATOR, json_answer};
+use self::endpoint::{Access, Endpoint, OPERATOR, documented_json};
 use super::context::Platform;
 use super::router;
 use svc_http::observe::{self, Listener};
@@ -167,7 +167,7 @@ static DESCRIPTION: Endpoint = Endpoint {
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
+        responses: &[documented_json(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
         problems: &[],
     },
     serve: || get(|| async { Json(description()) }),

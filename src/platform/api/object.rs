@@ -10,19 +10,23 @@ use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore};
 
 use super::call::ApiCall;
-use svc_http::openapi::{Answer, Content};
+use svc_http::openapi::{Content, DocumentedResponse};
 use svc_http::problem::{Code, Problem};
 use svc_store::Bucket;
 
 /// The responses of a route that serves an object.
-pub const ANSWERS: [Answer; 3] = [
-    Answer { status: 200, about: "The file.", content: Content::Other("application/octet-stream") },
-    Answer {
+pub const ANSWERS: [DocumentedResponse; 3] = [
+    DocumentedResponse {
+        status: 200,
+        about: "The file.",
+        content: Content::Other("application/octet-stream"),
+    },
+    DocumentedResponse {
         status: 206,
         about: "A range of the file.",
         content: Content::Other("application/octet-stream"),
     },
-    Answer { status: 304, about: "The file has not changed.", content: Content::Nothing },
+    DocumentedResponse { status: 304, about: "The file has not changed.", content: Content::Nothing },
 ];
 
 /// Responds with the object or the requested range of it; `kind` is its media type.

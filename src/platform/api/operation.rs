@@ -9,20 +9,20 @@ use deadpool_postgres::GenericClient;
 use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, Endpoint, OPERATOR, READ, json_answer};
+use super::endpoint::{Access, Endpoint, OPERATOR, READ, documented_json};
 use crate::context::Platform;
 use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use axum::routing::get;
 use http::Method;
-use svc_http::openapi::{Operation, Parameter, Place, named, uuid};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, named, uuid};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::OperationId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -50,9 +50,14 @@ pub static ENDPOINT: Endpoint = Endpoint {
         path: "/vps/operations/{id}",
         summary: "Shows an operation with the log of its steps.",
         credentials: &[OPERATOR],
-        parameters: &[Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." }],
+        parameters: &[Parameter {
+            name: "id",
+            location: ParameterLocation::Path,
+            schema: uuid,
+            about: "The operation.",
+        }],
         body: None,
-        answers: &[json_answer(200, "The operation.", || named("Operation"))],
+        responses: &[documented_json(200, "The operation.", || named("Operation"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],
     },
     serve: || get(handle),

@@ -12,9 +12,9 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, json_answer};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
 use super::mutation::{AuditChange, Mutation, Reply};
-use super::{fault, operation, restorable, undelete};
+use super::{operation, problems, restorable, undelete};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
@@ -23,9 +23,9 @@ use crate::lifecycle::{self, EventContext};
 use crate::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
 use crate::operations::{OperationKind, OperationOptions, Step, later_holder};
 use svc_base::clock::rfc3339_ms;
-use svc_http::openapi::{Operation, Parameter, Place, boolean, fields, matching, named, uuid};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, fields, matching, named, uuid};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::event::Event;
 use svc_machine::id::OperationId;
 use svc_store::key::{SlotPrefix, SnapshotKey};
@@ -34,7 +34,8 @@ use svc_store::snapshot;
 /// Timeout of reading the record of a snapshot.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
-const ID: Parameter = Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." };
+const ID: Parameter =
+    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The operation." };
 
 enum Decision {
     /// Runs the waiting step again, because its conditions may have changed.
@@ -56,7 +57,7 @@ impl Decision {
 
 async fn continue_operation(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -79,7 +80,7 @@ async fn continue_operation(
 
 async fn abandon(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -117,7 +118,7 @@ async fn apply_decision(
             .map_err(|_| svc_store::problem::unavailable())?;
         restorable::ensure_fits_disk(
             platform,
-            &record.map_err(fault::snapshot_unusable)?,
+            &record.map_err(problems::snapshot_unusable)?,
             &machine.server_type,
         )
         .await?;
@@ -241,7 +242,7 @@ async fn abandon_operation(
             };
             let event = Event::OperationAbandoned;
             let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
-            change.map_err(|error| fault::lifecycle_problem(error, machine))?;
+            change.map_err(|error| problems::lifecycle_problem(error, machine))?;
         }
         OperationKind::Delete if machine.registered_at.is_some() => {
             undelete::reinstate(platform, tx, machine).await?;
@@ -294,7 +295,7 @@ pub static CONTINUE: Endpoint = Endpoint {
         body: Some(|| {
             fields(&[], &[("acceptLoss", boolean()), ("snapshotKey", matching(SnapshotKey::PATTERN))])
         }),
-        answers: &[json_answer(200, "The operation runs again.", || named("Operation"))],
+        responses: &[documented_json(200, "The operation runs again.", || named("Operation"))],
         problems: &[
             Code::NotFound,
             Code::InvalidState,
@@ -317,7 +318,7 @@ pub static ABANDON: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[json_answer(
+        responses: &[documented_json(
             200,
             "The operation has ended, or ends after it has switched the server on.",
             || named("Operation"),

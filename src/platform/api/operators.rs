@@ -14,7 +14,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
 use super::call::ApiCall;
-use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, json_answer};
+use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, documented_json};
 use super::mutation::{AuditChange, Mutation, Reply};
 use crate::context::Platform;
 use crate::db;
@@ -23,10 +23,11 @@ use crate::operators::{Operator, Scope, Scopes};
 use crate::tokens;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, Place, array, fields, matching, named, nullable, object, one_of, text, time,
+    Operation, Parameter, ParameterLocation, array, fields, matching, named, nullable, object, one_of, text,
+    time,
 };
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::OperatorTokenId;
 use svc_machine::name::OperatorName;
 
@@ -79,7 +80,7 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
 
 async fn rotate(
     State(platform): State<Arc<Platform>>,
-    Segments(name): Segments<String>,
+    PathParams(name): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -115,7 +116,7 @@ async fn rotate(
 
 async fn revoke(
     State(platform): State<Arc<Platform>>,
-    Segments(name): Segments<String>,
+    PathParams(name): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -289,7 +290,7 @@ fn seconds_schema(min: u64, max: u64) -> Value {
 
 const NAME: Parameter = Parameter {
     name: "operator",
-    place: Place::Path,
+    location: ParameterLocation::Path,
     schema: || matching(OperatorName::PATTERN),
     about: "The operator's name.",
 };
@@ -312,7 +313,7 @@ pub static ADD: Endpoint = Endpoint {
                 &[("ttlSeconds", seconds_schema(MIN_TTL_SECONDS, MAX_TTL_SECONDS))],
             )
         }),
-        answers: &[json_answer(201, "The operator and the token.", issued_token_schema)],
+        responses: &[documented_json(201, "The operator and the token.", issued_token_schema)],
         problems: &[Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(add),
@@ -328,7 +329,7 @@ pub static LIST: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The operators.", || {
+        responses: &[documented_json(200, "The operators.", || {
             object(&[("operators", array(named("Operator")))], &[])
         })],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
@@ -354,7 +355,7 @@ pub static ROTATE: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[json_answer(200, "The operator and the new token.", issued_token_schema)],
+        responses: &[documented_json(200, "The operator and the new token.", issued_token_schema)],
         problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(rotate),
@@ -370,7 +371,7 @@ pub static REVOKE: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[NAME, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[json_answer(200, "The operator.", || named("Operator"))],
+        responses: &[documented_json(200, "The operator.", || named("Operator"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(revoke),
@@ -386,7 +387,7 @@ pub static WHO_AM_I: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "Name, scopes, and expiry of the newest token.", || {
+        responses: &[documented_json(200, "Name, scopes, and expiry of the newest token.", || {
             let scopes = array(one_of(&Scope::ALL.map(Scope::as_str)));
             object(&[("name", text()), ("scopes", scopes), ("expiresAt", nullable(time()))], &[])
         })],

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, idp_user_id, json_answer, slot_name,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, idp_user_id, slot_name,
 };
 use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::shape;
@@ -28,7 +28,7 @@ use crate::tokens::TokenMint;
 use svc_base::clock::rfc3339_ms;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, Place, boolean, count, fields, matching, nullable, object, one_of, text,
+    Operation, Parameter, ParameterLocation, boolean, count, fields, matching, nullable, object, one_of, text,
 };
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, Slot};
@@ -327,15 +327,19 @@ fn pointer_record(pointer: &Pointer) -> Value {
 
 const USER: Parameter = Parameter {
     name: "idpUserId",
-    place: Place::QueryNeeded,
+    location: ParameterLocation::RequiredQuery,
     schema: idp_user_id,
     about: "The slot's user.",
 };
-const SLOT: Parameter =
-    Parameter { name: "slot", place: Place::Query, schema: slot_name, about: "The slot; default `primary`." };
+const SLOT: Parameter = Parameter {
+    name: "slot",
+    location: ParameterLocation::Query,
+    schema: slot_name,
+    about: "The slot; default `primary`.",
+};
 const SNAPSHOT_KEY: Parameter = Parameter {
     name: "snapshotKey",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: || matching(SnapshotKey::PATTERN),
     about: "The snapshot that a rebuild would name; default: the newest complete one of the highest epoch.",
 };
@@ -350,7 +354,7 @@ pub static SHOW: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[USER, SLOT, SNAPSHOT_KEY],
         body: None,
-        answers: &[json_answer(200, "The pointer.", || {
+        responses: &[documented_json(200, "The pointer.", || {
             object(
                 &[
                     ("idpUserId", idp_user_id()),
@@ -394,7 +398,7 @@ pub static REBUILD: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[json_answer(200, "The written pointer.", || {
+        responses: &[documented_json(200, "The written pointer.", || {
             object(&[("idpUserId", idp_user_id()), ("slot", slot_name()), ("pointer", shape::pointer())], &[])
         })],
         problems: &[

@@ -13,18 +13,18 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, json_answer, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, status,
 };
-use super::fault;
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
+use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
 use crate::operations::{OperationKind, OperationOptions};
 use svc_http::openapi::{Operation, fields, nullable, object, one_of, uuid};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::state::Status;
 
@@ -73,7 +73,7 @@ impl std::str::FromStr for PowerAction {
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -123,13 +123,13 @@ async fn power(
 
 fn ensure_can_switch(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
     if machine.deleted_at.is_some() {
-        return Err(fault::machine_not_found(&machine.id.to_string()));
+        return Err(problems::machine_not_found(&machine.id.to_string()));
     }
     if machine.retired_at.is_some() {
-        return Err(fault::invalid_state("retired", &[]));
+        return Err(problems::invalid_state("retired", &[]));
     }
     if !matches!(machine.status, Status::Running | Status::Failed) {
-        return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
+        return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
     // Switching on retries a server that the provider has reported missing.
     let may_be_found = action == PowerAction::On && machine.may_have_server();
@@ -192,9 +192,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: Some(|| fields(&[("action", action_schema())], &[])),
-        answers: &[
-            json_answer(202, "The server is being switched on or off, or restarted.", response_schema),
-            json_answer(200, "The server is already switched off.", response_schema),
+        responses: &[
+            documented_json(202, "The server is being switched on or off, or restarted.", response_schema),
+            documented_json(200, "The server is already switched off.", response_schema),
         ],
         problems: &[
             Code::MachineNotFound,

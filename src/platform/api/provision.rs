@@ -10,13 +10,13 @@ use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, fallback_locations, handle_name,
-    idp_user_id, image_version, json_answer, kind, location, server_type, slot_name, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, documented_json, fallback_locations,
+    handle_name, idp_user_id, image_version, kind, location, server_type, slot_name, status,
 };
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::restorable::EmptyStart;
-use super::{entitlement, fault, restorable};
+use super::{entitlement, problems, restorable};
 use crate::context::Platform;
 use crate::db::machine_row::{MachineKind, MachineRow};
 use crate::db::operations::OperationRow;
@@ -222,7 +222,7 @@ async fn create_machine(
     };
     let event = Event::ProvisionRequested { restore };
     let change = lifecycle::apply(tx, &platform.mint, failed, &event, with).await;
-    match change.map_err(|error| fault::lifecycle_problem(error, failed))? {
+    match change.map_err(|error| problems::lifecycle_problem(error, failed))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
         Change::Moved { filed: None } | Change::Unchanged => {
             Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1))
@@ -302,7 +302,7 @@ async fn restore_mode(platform: &Platform, request: &ProvisionRequest) -> Result
             }
             Ok(RestoreMode::Empty)
         }
-        Err(error) => Err(fault::snapshot_unusable(error)),
+        Err(error) => Err(problems::snapshot_unusable(error)),
     }
 }
 
@@ -331,7 +331,7 @@ fn handle_taken(handle: &Handle) -> Problem {
 }
 
 fn machine_missing(filed: FiledOperation) -> Problem {
-    fault::machine_not_found(&filed.machine.to_string())
+    problems::machine_not_found(&filed.machine.to_string())
 }
 
 fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
@@ -371,9 +371,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[
-            json_answer(202, "The machine is being created.", response_schema),
-            json_answer(200, "The slot already has this machine.", response_schema),
+        responses: &[
+            documented_json(202, "The machine is being created.", response_schema),
+            documented_json(200, "The slot already has this machine.", response_schema),
         ],
         problems: &[
             Code::Disabled,

@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, fallback_locations, idp_user_id,
-    image_version, json_answer, kind, location, server_type, slot_name, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, documented_json, fallback_locations,
+    idp_user_id, image_version, kind, location, server_type, slot_name, status,
 };
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::restorable::EmptyStart;
-use super::{entitlement, fault, provision, restorable, shape};
+use super::{entitlement, problems, provision, restorable, shape};
 use crate::context::Platform;
 use crate::copies;
 use crate::db::machine_row::{MachineKind, MachineRow};
@@ -194,12 +194,12 @@ async fn recover(
         ..EventContext::default()
     };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
-    let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
+    let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
         Change::Moved { filed: Some(filed) } => filed,
         Change::Moved { filed: None } | Change::Unchanged => return Err(changed_meanwhile()),
     };
     let new = db::machines::get(&tx, filed.machine).await?;
-    let new = new.ok_or_else(|| fault::machine_not_found(&filed.machine.to_string()))?;
+    let new = new.ok_or_else(|| problems::machine_not_found(&filed.machine.to_string()))?;
     let mut response_body = body(machine.id, &new, filed.operation);
     if let Some(newer) = &plan.newer {
         response_body["newerSnapshot"] = copies::newer_record(newer);
@@ -223,7 +223,7 @@ fn preview_ttl(platform: &Platform, machine: &MachineRow) -> Option<std::time::D
 }
 
 fn require_machine(found: Option<MachineRow>, request: &RecoveryRequest) -> Result<MachineRow, Problem> {
-    found.ok_or_else(|| fault::machine_not_found(&format!("in slot {} of {}", request.slot, request.user)))
+    found.ok_or_else(|| problems::machine_not_found(&format!("in slot {} of {}", request.slot, request.user)))
 }
 
 /// The initial data of the new machine.
@@ -245,7 +245,7 @@ async fn find_initial_data(
     if let Some(key) = &request.snapshot_key {
         let side = snapshot::by_key(&platform.bucket, &slot, key.as_str())
             .await
-            .map_err(fault::snapshot_unusable)?;
+            .map_err(problems::snapshot_unusable)?;
         return Ok(InitialData {
             restore: RestoreMode::Required,
             key: Some(side.key.clone()),
@@ -261,11 +261,11 @@ async fn find_initial_data(
             restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
             if request.empty == EmptyStart::Refused {
                 return Err(unsaved_machine_problem(machine)
-                    .unwrap_or_else(|| fault::snapshot_unusable(SnapshotUnusable::Absent)));
+                    .unwrap_or_else(|| problems::snapshot_unusable(SnapshotUnusable::Absent)));
             }
             Ok(InitialData { restore: RestoreMode::Empty, key: None, side: None })
         }
-        Err(error) => Err(fault::snapshot_unusable(error)),
+        Err(error) => Err(problems::snapshot_unusable(error)),
     }
 }
 
@@ -294,7 +294,7 @@ async fn respond_during_recovery(
     let old = db::machines::replaced_by(client, machine.id).await?;
     let operation = db::operations::newest(client, machine.id, "recover").await?;
     let (Some(old), Some(operation)) = (old, operation) else {
-        return Err(fault::machine_not_found("that this one replaces"));
+        return Err(problems::machine_not_found("that this one replaces"));
     };
     let has_moved = db::operation_log::has_outcome(client, operation.id, "location").await?;
     let other = differing_options(request, machine, operation.options, has_moved);
@@ -387,7 +387,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[json_answer(202, "The recovery is running.", || {
+        responses: &[documented_json(202, "The recovery is running.", || {
             object(
                 &[
                     ("oldMachineId", uuid()),

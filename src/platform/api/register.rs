@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::call::{ApiCall, registration_rejected};
-use super::endpoint::{Access, Endpoint, REGISTRATION, image_version, json_answer, sha256};
+use super::endpoint::{Access, Endpoint, REGISTRATION, documented_json, image_version, sha256};
 use super::mutation::{self, AuditChange};
 use crate::context::Platform;
 use crate::db::machine_changes::{self, Registration};
@@ -234,7 +234,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[],
         body: Some(HostRegistration::schema),
-        answers: &[json_answer(200, "The machine is running.", || {
+        responses: &[documented_json(200, "The machine is running.", || {
             object(&[("status", one_of(&["running"])), ("epoch", count())], &[])
         })],
         problems: &[

@@ -10,20 +10,20 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, json_answer, server_type,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, server_type,
     status,
 };
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, AuditChange, Mutation, Reply};
-use super::{entitlement, fault, restorable};
+use super::{entitlement, problems, restorable};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use axum::routing::post;
 use svc_http::openapi::{Operation, fields, nullable, object, uuid};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::event::Event;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::ServerType;
@@ -32,7 +32,7 @@ use svc_provider::{ServerId, ServerTypeInfo};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -84,7 +84,7 @@ async fn resize(
     }
     let event = Event::ResizeRequested { to: to.clone() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, EventContext::default()).await;
-    let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
+    let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
         Change::Moved { filed } => filed.map(|filed| filed.operation),
         Change::Unchanged => {
             let reply = Reply::new(StatusCode::OK, body(&machine, to, None));
@@ -107,7 +107,7 @@ async fn resize(
 /// Treats a deleted machine as not found.
 fn require_machine(machine: Option<MachineRow>, id: MachineId) -> Result<MachineRow, Problem> {
     let existing = machine.filter(|machine| machine.deleted_at.is_none());
-    existing.ok_or_else(|| fault::machine_not_found(&id.to_string()))
+    existing.ok_or_else(|| problems::machine_not_found(&id.to_string()))
 }
 
 /// Whether the request changes the machine's type.
@@ -118,7 +118,7 @@ fn is_change(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     let event = Event::ResizeRequested { to: to.clone() };
     let outcome = transition(&machine.lifecycle(), &event);
     let outcome =
-        outcome.map_err(|refusal| fault::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
+        outcome.map_err(|refusal| problems::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
     if machine.powered_off_at.is_some() {
         let detail = "Its server is switched off; switch it on with `svcctl power on` first.";
         return Err(Problem::new(Code::InvalidState, detail)
@@ -134,7 +134,7 @@ fn is_change(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
 }
 
 async fn require_server_type(platform: &Platform, to: &ServerType) -> Result<ServerTypeInfo, Problem> {
-    let info = platform.provider.server_type(to).await.map_err(|error| fault::provider_problem(&error))?;
+    let info = platform.provider.server_type(to).await.map_err(|error| problems::provider_problem(&error))?;
     info.ok_or_else(|| Problem::field("/serverType", format!("{to} is not a server type of the provider")))
 }
 
@@ -146,12 +146,12 @@ async fn ensure_disk_fits(
 ) -> Result<(), Problem> {
     let Some(id) = machine.provider_server_id else { return Ok(()) };
     let server =
-        platform.provider.get(ServerId(id)).await.map_err(|error| fault::provider_problem(&error))?;
+        platform.provider.get(ServerId(id)).await.map_err(|error| problems::provider_problem(&error))?;
     let Some(server) = server else {
         // The reconciler decides what a missing server means.
         platform.reconcile.notify_one();
         tracing::warn!(machine = %machine.id, server = id, "the provider does not know the server");
-        return Err(fault::provisioning_error());
+        return Err(problems::provisioning_error());
     };
     if to.disk_gb < server.disk_gb {
         let detail = format!(
@@ -182,9 +182,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: Some(|| fields(&[("serverType", server_type())], &[])),
-        answers: &[
-            json_answer(202, "The machine is being resized.", response_schema),
-            json_answer(200, "The machine already has this type.", response_schema),
+        responses: &[
+            documented_json(202, "The machine is being resized.", response_schema),
+            documented_json(200, "The machine already has this type.", response_schema),
         ],
         problems: &[
             Code::MachineNotFound,

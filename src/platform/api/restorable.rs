@@ -3,7 +3,7 @@
 use deadpool_postgres::GenericClient;
 use serde_json::json;
 
-use super::fault;
+use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
@@ -86,7 +86,7 @@ pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> 
     match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => {
-            Err(fault::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))
+            Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))
         }
         Err(error) => Err(error.into()),
     }
@@ -107,7 +107,7 @@ pub async fn ensure_no_unknown_holder(
     let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
-            return Err(fault::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
+            return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
         }
         Err(error) => return Err(error.into()),
     };

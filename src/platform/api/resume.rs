@@ -9,17 +9,17 @@ use http::{Method, StatusCode};
 use jiff::{SignedDuration, Timestamp};
 use serde_json::json;
 
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
-use super::fault;
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
+use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext};
 use svc_http::openapi::{Operation, named};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_machine::name::ServerType;
@@ -31,7 +31,7 @@ const MAX_HEARTBEAT_AGE: SignedDuration = SignedDuration::from_mins(2);
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -40,7 +40,7 @@ pub async fn handle(
 }
 
 async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
-    let not_found = || fault::machine_not_found(&id.to_string());
+    let not_found = || problems::machine_not_found(&id.to_string());
     let mut session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
@@ -64,7 +64,7 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     let event = Event::ResumeRequested { server_type };
     let with = EventContext::default();
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
-    let effect = match changed.map_err(|error| fault::lifecycle_problem(error, &change.machine))? {
+    let effect = match changed.map_err(|error| problems::lifecycle_problem(error, &change.machine))? {
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("resume"),
     };
@@ -92,7 +92,7 @@ async fn check_server_and_host(
         return Err(refused("It has no server: recover the slot."));
     };
     let server =
-        platform.provider.get(ServerId(server)).await.map_err(|error| fault::provider_problem(&error))?;
+        platform.provider.get(ServerId(server)).await.map_err(|error| problems::provider_problem(&error))?;
     match server {
         Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
         Some(_) => Err(refused(&format!(
@@ -119,7 +119,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[json_answer(200, "The machine is running.", || named("Machine"))],
+        responses: &[documented_json(200, "The machine is running.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -11,20 +11,20 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::ApiCall;
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{AuditChange, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, upgrade_token};
 use svc_http::openapi::{Operation, count, named, object};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -62,7 +62,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[json_answer(200, "The machine, whose token will rotate.", || named("Machine"))],
+        responses: &[documented_json(200, "The machine, whose token will rotate.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,
@@ -103,7 +103,7 @@ pub static ALL: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: None,
-        answers: &[json_answer(200, "The number of new rotation requests.", || {
+        responses: &[documented_json(200, "The number of new rotation requests.", || {
             object(&[("requested", count())], &[])
         })],
         problems: &[Code::InvalidRequest, Code::IdempotencyMismatch, Code::DatabaseUnavailable],

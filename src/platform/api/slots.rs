@@ -10,15 +10,17 @@ use serde_json::json;
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, idp_user_id, json_answer, plan,
-    slot_name,
+    Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, documented_json, idp_user_id,
+    plan, slot_name,
 };
 use super::mutation::{AuditChange, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::slots::{self, SlotRow};
 use crate::db::{self};
 use axum::routing;
-use svc_http::openapi::{Operation, Parameter, Place, array, fields, named, object, one_of, time};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, array, fields, named, object, one_of, time,
+};
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::Slot;
 
@@ -88,7 +90,7 @@ pub static PUT: Endpoint = Endpoint {
                 &[("slot", slot_name()), ("currentPeriodEnd", time())],
             )
         }),
-        answers: &[json_answer(200, "The subscription.", || named("Subscription"))],
+        responses: &[documented_json(200, "The subscription.", || named("Subscription"))],
         problems: &[Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || routing::put(put),
@@ -104,12 +106,12 @@ pub static LIST: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[Parameter {
             name: "idpUserId",
-            place: Place::Query,
+            location: ParameterLocation::Query,
             schema: idp_user_id,
             about: "Only subscriptions of this user.",
         }],
         body: None,
-        answers: &[json_answer(200, "The subscriptions.", || {
+        responses: &[documented_json(200, "The subscriptions.", || {
             object(&[("slots", array(named("Subscription")))], &[])
         })],
         problems: &[Code::DatabaseUnavailable],

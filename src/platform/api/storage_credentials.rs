@@ -11,7 +11,7 @@ use http::header::{CACHE_CONTROL, HeaderValue};
 
 use super::access::unauthorized;
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, json_answer};
+use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json};
 use super::heartbeat;
 use crate::context::Platform;
 use crate::host_store::SessionGrant;
@@ -19,13 +19,13 @@ use axum::routing::post;
 use http::Method;
 use serde_json::Value;
 use svc_http::openapi::{Operation, nullable, object, text, time};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
-use svc_http::segments::Segments;
 use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -66,7 +66,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
         body: None,
-        answers: &[json_answer(200, "The credentials.", response_schema)],
+        responses: &[documented_json(200, "The credentials.", response_schema)],
         problems: &[
             Code::Forbidden,
             Code::RateLimited,

@@ -10,24 +10,24 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, json_answer, kind, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, kind, status,
 };
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
-use super::{fault, restorable};
+use super::{problems, restorable};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, FiledOperation};
 use svc_http::openapi::{Operation, boolean, count, object, uuid};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
@@ -106,7 +106,7 @@ pub async fn reinstate(
     let undone = ("reinstate", "its deletion was undone; it runs with its next healthy heartbeat");
     let with = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
-    match change.map_err(|error| fault::lifecycle_problem(error, machine))? {
+    match change.map_err(|error| problems::lifecycle_problem(error, machine))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
         Change::Moved { filed: None } | Change::Unchanged => Err(not_deleted(machine)),
     }
@@ -175,7 +175,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: None,
-        answers: &[json_answer(
+        responses: &[documented_json(
             202,
             "The machine holds its slot again; its server is being switched on.",
             || {

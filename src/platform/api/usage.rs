@@ -13,18 +13,18 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, BILLING, Endpoint, MACHINE_ID, OPERATOR, json_answer};
-use super::fault;
+use super::endpoint::{Access, BILLING, Endpoint, MACHINE_ID, OPERATOR, documented_json};
 use super::mutation::{self, AuditChange};
+use super::problems;
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::operations::ask_host::{self, HostCallError, UsageError};
+use crate::operations::host_call::{self, HostCallError, UsageError};
 use crate::operators::Operator;
 use svc_base::untrusted_text;
 use svc_http::openapi::Operation;
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
-use svc_http::segments::Segments;
 use svc_http::usage::{self, UsageQuery};
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
@@ -33,7 +33,7 @@ const RETRY_SECONDS: u64 = 5;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -53,9 +53,9 @@ async fn read(platform: &Platform, id: MachineId, query: &UsageQuery) -> Result<
     let machine = db::machines::get(&session, id).await?;
     // No connection is held while the host is called.
     drop(session);
-    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     check_serves(&machine)?;
-    let response = ask_host::usage(platform, &machine, query).await.map_err(|error| {
+    let response = host_call::usage(platform, &machine, query).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %chain(&error), "cannot read the host's usage");
         host_problem(id, &error)
     })?;
@@ -82,7 +82,7 @@ fn check_serves(machine: &MachineRow) -> Result<(), Problem> {
         return Err(invalid_state("retired", detail));
     }
     if machine.status != Status::Running {
-        return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running]));
+        return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running]));
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
@@ -221,7 +221,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, usage::USER_ID, usage::START_DATE, usage::END_DATE, usage::GROUP_BY],
         body: None,
-        answers: &[json_answer(200, "The sums.", usage::report)],
+        responses: &[documented_json(200, "The sums.", usage::report)],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

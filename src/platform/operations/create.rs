@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint};
 use crate::context::Platform;

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::step::{StepError, StepOutcome};
 use super::{create, later_holder};
 use crate::db;

@@ -4,9 +4,9 @@
 //! when data exists only on that server. If a reachable host cannot make the snapshot, the operation waits for an
 //! operator's decision; an unreachable host is skipped after a bounded time.
 
-mod passed_over;
 mod progress;
 mod saved_copy;
+mod skip;
 
 use std::fmt;
 use std::time::Duration;
@@ -15,16 +15,16 @@ use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 
-use super::ask_host::{self, BackupOutcome, BackupProgress, HostCallError};
-use super::held::HeldOperation;
+use super::host_call::{self, BackupOutcome, BackupProgress, HostCallError};
+use super::leased::HeldOperation;
 use super::predecessor::leaving_machine;
 use super::step::{Question, StepError, StepOutcome, StepRecord, fence_of};
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
-pub use passed_over::{ANSWERED, NEWER_SNAPSHOT};
-use passed_over::{SkipReason, is_answered, pass_over};
 use progress::LastBackupProgress;
 use saved_copy::HostReport;
+pub use skip::{ANSWERED, NEWER_SNAPSHOT};
+use skip::{SkipReason, is_answered, pass_over};
 use svc_base::chain::chain;
 use svc_base::clock;
 use svc_base::untrusted_text::bounded;
@@ -234,7 +234,7 @@ async fn attempt(
     }
     let Some(requested_at) = progress.requested_at else {
         replace_invented_fence(held, machine).await;
-        let taken = ask_host::request_backup(held.platform, machine).await?;
+        let taken = host_call::request_backup(held.platform, machine).await?;
         progress.record_request(taken.unwrap_or(now), now);
         return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
     };
@@ -285,7 +285,7 @@ async fn stop_writers(
     progress: &mut LastBackupProgress,
     now: Timestamp,
 ) -> Result<bool, HostCallError> {
-    match ask_host::quiesce(held.platform, machine, held.operation.id).await {
+    match host_call::quiesce(held.platform, machine, held.operation.id).await {
         Ok(quiesced) => {
             progress.has_stopped = quiesced.quiesced_at.is_some();
             if !progress.has_stopped {
@@ -305,7 +305,7 @@ async fn stop_writers(
 }
 
 async fn host_report(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<HostReport, HostCallError> {
-    match ask_host::backup_progress(held.platform, machine).await {
+    match host_call::backup_progress(held.platform, machine).await {
         Ok(host) => Ok(HostReport::Backups(host)),
         Err(HostCallError::Refused(status)) if is_unsupported(status) => Ok(HostReport::Unsupported),
         Err(error) => Err(error),
@@ -398,7 +398,7 @@ async fn ask_operator(
 /// Continues without a final backup, and records since when data is lost.
 async fn continue_with_loss(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let saved = newest_copy(held, machine).await;
-    let stored = passed_over::record_unrestored(held, machine).await;
+    let stored = skip::record_unrestored(held, machine).await;
     let note = format!(
         "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}{stored}"
     );

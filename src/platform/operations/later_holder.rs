@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::step::{Question, StepError, StepOutcome};
 use super::{OperationKind, Step};
 use crate::alarms::{self, Alarm};

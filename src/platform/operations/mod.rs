@@ -3,14 +3,14 @@
 //! The invariants: a step is stored before it runs, and can run again after a kill at any point; one process at a
 //! time holds an operation; every accepted operation ends.
 
-pub mod ask_host;
-pub mod census;
 pub mod create;
 pub mod delete;
 mod drive;
-pub mod held;
+pub mod host_call;
+pub mod inventory;
 pub mod last_backup;
 pub mod later_holder;
+pub mod leased;
 pub mod options;
 pub mod power;
 pub mod predecessor;

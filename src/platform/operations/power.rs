@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint, predecessor, reinstate, resize};
 use crate::db;

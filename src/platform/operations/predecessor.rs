@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::step::{Question, StepError, StepOutcome, StepRecord};
 use super::{OperationKind, delete, resize};
 use crate::db;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::{OperationKind, OperationOptions};
-use super::{census, held, retention, vocabulary};
+use super::{inventory, leased, retention, vocabulary};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::kept_servers::ServerRetention;
@@ -98,7 +98,7 @@ async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
     let mut failures = Failures::default();
     for machine in expired {
         tracing::warn!(%machine, "the registration expired");
-        let expired = held::expire_registration(platform, machine).await;
+        let expired = leased::expire_registration(platform, machine).await;
         failures.note(machine, expired.map_err(Into::into));
     }
     failures.end()
@@ -190,7 +190,7 @@ pub(super) enum Inventory {
 /// Lists the provider's servers, in one process at a time.
 async fn check_servers(platform: &Platform, unless_within: Duration) -> (Inventory, anyhow::Result<()>) {
     match claim_turn(platform, unless_within).await {
-        Ok(true) => census::take_inventory(platform).await,
+        Ok(true) => inventory::take_inventory(platform).await,
         Ok(false) => (Inventory::NotRecorded, Ok(())),
         Err(error) => (Inventory::NotRecorded, Err(error.into())),
     }

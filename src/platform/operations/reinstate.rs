@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::ask_host;
-use super::held::HeldOperation;
+use super::host_call;
+use super::leased::HeldOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use crate::db;
 use svc_http::problem::chain;
@@ -72,7 +72,7 @@ pub async fn await_host(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErr
         && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
     if let Some(stopped_for) = held.stopped_for().await? {
         // The response to its next heartbeat also resumes them; this is faster.
-        if let Err(error) = ask_host::resume(held.platform, &machine, stopped_for).await {
+        if let Err(error) = host_call::resume(held.platform, &machine, stopped_for).await {
             tracing::debug!(machine = %machine.id, error = %chain(&error), "its writers have not resumed yet");
         } else if !waits {
             return Ok(StepOutcome::done());

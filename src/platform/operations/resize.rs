@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::step::{StepError, StepOutcome};
 use super::{Step, StepPoint};
 use crate::db::machine_row::MachineRow;

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 pub use super::drive::run;
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::resize::{self, RetryDecision};
 use super::step::{self, Question, StepError, StepOutcome, StepRecord};
 use super::step_failure::creation_failure;

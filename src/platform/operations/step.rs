@@ -8,7 +8,7 @@ use futures_util::future::BoxFuture;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 
-use super::held::HeldOperation;
+use super::leased::HeldOperation;
 use super::{
     OperationKind, Step, create, delete, last_backup, later_holder, power, predecessor, reinstate, resize,
 };

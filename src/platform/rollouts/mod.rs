@@ -17,7 +17,7 @@ use self::plan::{Effect, MemberState, RolloutPace};
 use super::context::Platform;
 use super::db::rollouts::{self, RolloutRow, RolloutState, UpdateTimeouts};
 use super::db::{self, audit};
-use super::operations::ask_host;
+use super::operations::host_call;
 use svc_base::failpoint;
 use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 use svc_http::problem::chain;
@@ -142,7 +142,7 @@ async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<M
             let machine = db::machines::get(&session, id).await?;
             drop(session);
             match machine {
-                Some(machine) => ask_host::update(platform, &machine, &rollout.image_version).await,
+                Some(machine) => host_call::update(platform, &machine, &rollout.image_version).await,
                 None => Ok(()),
             }
         };

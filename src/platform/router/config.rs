@@ -5,11 +5,11 @@ use std::time::Duration;
 use url::Url;
 
 use svc_base::config::Env;
-use svc_http::jwt::Trust;
+use svc_http::jwt::TrustedIssuer;
 use svc_http::networks::Networks;
 use svc_http::tls::ChainCheck;
 
-use super::door::PublicHost;
+use super::public_host::PublicHost;
 
 /// A change of a machine must take effect within one second.
 const MAX_POLL_INTERVAL_MS: u64 = 500;
@@ -26,7 +26,7 @@ pub struct RouterConfig {
     pub code_host: HostAndPort,
     /// The scheme that browsers use, if it differs from the listener's.
     pub public_scheme: Option<&'static str>,
-    pub idp: Trust,
+    pub idp: TrustedIssuer,
     pub sign_in: Url,
     /// Redirect target for users without a running machine. Only for legacy deployments.
     pub legacy_fallback: Option<Url>,
@@ -79,7 +79,7 @@ impl RouterConfig {
             app_host: app_host?,
             code_host: code_host?,
             public_scheme,
-            idp: Trust { issuer: issuer?, audiences: audiences?, jwks_url: jwks_url? },
+            idp: TrustedIssuer { issuer: issuer?, audiences: audiences?, jwks_url: jwks_url? },
             sign_in: sign_in?,
             legacy_fallback,
             chain_check: if chain.is_on() { ChainCheck::PinAndChain } else { ChainCheck::PinOnly },

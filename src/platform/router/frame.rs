@@ -17,8 +17,8 @@ use super::page;
 const TEMPLATE: &str = include_str!("frame.html");
 const SCRIPT: &str = include_str!("frame.js");
 const STYLE: &str = include_str!("frame.css");
-const EXPIRED: &str = include_str!("ended.html");
-const EXPIRED_STYLE: &str = include_str!("ended.css");
+const EXPIRED: &str = include_str!("signed_out.html");
+const EXPIRED_STYLE: &str = include_str!("signed_out.css");
 /// Notifies the frame, which can request another token.
 const EXPIRED_SCRIPT: &str = r#"parent.postMessage({ type: "svc:app-token-ended" }, "*");"#;
 

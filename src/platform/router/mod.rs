@@ -4,21 +4,21 @@
 //! Invariant: a request whose session or token is cached costs no query and no signature check.
 
 mod account;
-mod app_door;
+mod app_request;
 pub(super) mod app_token;
+mod builtin;
+mod builtin_routes;
 pub mod config;
 mod cookie;
 mod directory;
-mod door;
 mod frame;
 mod freshness;
 mod headers;
 mod identity;
 mod machine;
 mod origin;
-mod own;
-mod own_routes;
 mod page;
+mod public_host;
 mod serve;
 mod session;
 mod session_token;
@@ -35,12 +35,12 @@ use deadpool_postgres::Pool;
 use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
+pub use builtin::{BuiltinRoute, ROUTES};
+pub use builtin_routes::{openapi_servers, own_slot_schema};
 pub use config::RouterConfig;
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
 pub use freshness::{Freshness, RoutesState};
-pub use own::{BuiltinRoute, ROUTES};
-pub use own_routes::{openapi_servers, own_slot_schema};
 pub use sign_outs::SIGN_OUT_TTL;
 
 const USER_BURST_SECONDS: u32 = 2;

@@ -15,13 +15,13 @@ use tokio_util::sync::CancellationToken;
 use super::app_token::{AppClaims, MintedToken};
 use super::cookie::RouterCookie;
 use super::directory::MachineLookup;
-use super::door::PublicHost;
 use super::headers::{ForwardHeaders, prepare_headers};
 use super::identity::{AuthError, Identity};
 use super::machine::{Machine, Upstream};
 use super::page::{self, UnavailableReason};
+use super::public_host::PublicHost;
 use super::session::{LIFETIME_SECONDS, SessionError};
-use super::{RouterState, account, app_door, app_token, cookie, frame, origin, own, sign_in};
+use super::{RouterState, account, app_request, app_token, builtin, cookie, frame, origin, sign_in};
 use svc_base::metrics::UPSTREAM_FAILURES;
 use svc_http::problem::{Code, Problem, chain};
 use svc_http::proof::{LEEWAY_SECONDS, Route};
@@ -82,8 +82,8 @@ impl RouterState {
             return Err(Problem::new(Code::MethodNotAllowed, "This server is not a forward proxy."));
         }
         // Rare branches are boxed: every request's future is as large as its largest branch.
-        if let Some(app_request) = app_door::classify(&context, &request) {
-            return Ok(Box::pin(app_door::handle(self, &context, app_request, request)).await);
+        if let Some(app_request) = app_request::classify(&context, &request) {
+            return Ok(Box::pin(app_request::handle(self, &context, app_request, request)).await);
         }
         let is_upgrade = request.headers().contains_key(UPGRADE);
         if origin::must_check(request.method(), is_upgrade)
@@ -91,8 +91,8 @@ impl RouterState {
         {
             return Err(Problem::new(Code::Forbidden, "The request comes from another origin."));
         }
-        if own::is_builtin_path(request.uri().path()) {
-            return Box::pin(own::handle(self, &context, request)).await;
+        if builtin::is_builtin_path(request.uri().path()) {
+            return Box::pin(builtin::handle(self, &context, request)).await;
         }
         let Some(identity) = self.identify(&context, request.headers()).await? else {
             return sign_in::start_sign_in(self, &context, request.uri());

@@ -17,8 +17,8 @@ use tokio::sync::watch;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
-use super::door::PublicHost;
 use super::freshness::{Freshness, RoutesState};
+use super::public_host::PublicHost;
 use super::session_token;
 use crate::keys::SigningSet;
 use svc_base::metrics::SESSIONS_OPENED;

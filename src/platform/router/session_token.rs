@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::door::PublicHost;
+use super::public_host::PublicHost;
 use super::session::{SessionError, random_token};
 use svc_http::proof::{ProofKeys, Signer};
 

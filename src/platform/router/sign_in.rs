@@ -13,7 +13,7 @@ use url::form_urlencoded;
 use super::RouterState;
 use super::account;
 use super::cookie::RouterCookie;
-use super::door::PublicHost;
+use super::public_host::PublicHost;
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::{LIFETIME_SECONDS, SessionGrant, SessionOrigin, random_token};
 use crate::api::call::ApiCall;

@@ -8,8 +8,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use jiff::ToSpan;
 use jiff::civil::Date;
-use svc::host::records::book::Book;
 use svc::host::records::ledger::{GroupBy, UsageQuery};
+use svc::host::records::usage_book::Book;
 use svc::host::records::writer::Writer;
 
 use crate::{nanos, print_figure, quantile};

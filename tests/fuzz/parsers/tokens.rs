@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use proptest::prelude::*;
 use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
 use serde_json::{Value, json};
-use svc::http::jwt::{Trust, Verifier};
+use svc::http::jwt::{TrustedIssuer, Verifier};
 use svc::http::proof::{self, ProofKey, ProofKeys};
 use svc::machine::id::MachineId;
 
@@ -124,7 +124,7 @@ fn jwt_user(token: &str) -> Option<String> {
     thread_local! {
         static VERIFIER: Verifier = {
             let client = svc::http::client::build(svc::http::client::Deadlines::CALL).expect("a client");
-            let trust = Trust { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
+            let trust = TrustedIssuer { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
             let verifier = Verifier::new(trust, client);
             // Fetches the keys.
             let known = token_of_somebody();

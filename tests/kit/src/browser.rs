@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 
 use crate::bundle::{self, Part, apps, runtime};
-use crate::dev::{self, handbill::ServiceInfo};
+use crate::dev::{self, service_info::ServiceInfo};
 use crate::story::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
 use crate::{child, fetch};
 

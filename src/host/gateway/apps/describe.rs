@@ -7,9 +7,10 @@ use serde_json::Value;
 use super::icon::icon;
 use super::list::list;
 use super::pages::page;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, VIEWERS, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, VIEWERS, documented_json};
 use svc_http::openapi::{
-    Answer, Content, Operation, Parameter, Place, array, count, named, nullable, object, one_of, text,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, count, named, nullable,
+    object, one_of, text,
 };
 use svc_http::problem::Code;
 
@@ -22,7 +23,7 @@ pub static LIST: Endpoint = Endpoint {
         credentials: READERS,
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The apps.", || object(&[("apps", array(named("App")))], &[]))],
+        responses: &[documented_json(200, "The apps.", || object(&[("apps", array(named("App")))], &[]))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -38,7 +39,7 @@ pub static ICON: Endpoint = Endpoint {
         credentials: READERS,
         parameters: &[SLUG],
         body: None,
-        answers: PAGE_ANSWERS,
+        responses: PAGE_ANSWERS,
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -54,7 +55,11 @@ pub static FOLDER: Endpoint = Endpoint {
         credentials: VIEWERS,
         parameters: &[SLUG],
         body: None,
-        answers: &[Answer { status: 308, about: "To /apps/{slug}/.", content: Content::Nothing }],
+        responses: &[DocumentedResponse {
+            status: 308,
+            about: "To /apps/{slug}/.",
+            content: Content::Nothing,
+        }],
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -70,7 +75,7 @@ pub static FRONT: Endpoint = Endpoint {
         credentials: VIEWERS,
         parameters: &[SLUG],
         body: None,
-        answers: PAGE_ANSWERS,
+        responses: PAGE_ANSWERS,
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -88,22 +93,24 @@ pub static PAGE: Endpoint = Endpoint {
             SLUG,
             Parameter {
                 name: "path",
-                place: Place::Path,
+                location: ParameterLocation::Path,
                 schema: text,
                 about: "The rest of the path, including slashes.",
             },
         ],
         body: None,
-        answers: PAGE_ANSWERS,
+        responses: PAGE_ANSWERS,
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(page),
 };
 
-const SLUG: Parameter = Parameter { name: "slug", place: Place::Path, schema: text, about: "The app." };
-const NOT_MODIFIED: Answer = Answer { status: 304, about: "Not modified.", content: Content::Nothing };
-const PAGE_ANSWERS: &[Answer] = &[
+const SLUG: Parameter =
+    Parameter { name: "slug", location: ParameterLocation::Path, schema: text, about: "The app." };
+const NOT_MODIFIED: DocumentedResponse =
+    DocumentedResponse { status: 304, about: "Not modified.", content: Content::Nothing };
+const PAGE_ANSWERS: &[DocumentedResponse] = &[
     file(200, "The file."),
     file(206, "The range in `Range`."),
     NOT_MODIFIED,
@@ -113,8 +120,8 @@ const PAGE_ANSWERS: &[Answer] = &[
 const PAGE_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::Unavailable];
 
 /// A file of any media type.
-const fn file(status: u16, about: &'static str) -> Answer {
-    Answer { status, about, content: Content::Other("*/*") }
+const fn file(status: u16, about: &'static str) -> DocumentedResponse {
+    DocumentedResponse { status, about, content: Content::Other("*/*") }
 }
 
 /// The JSON schema of an app in the list.

@@ -11,13 +11,13 @@ use sha2::{Digest, Sha256};
 use crate::gateway::state::Gateway;
 use svc_base::beneath::Folder;
 use svc_http::files::{Caching, StaticFile, media_type, respond};
-use svc_http::segments::Segments;
+use svc_http::path_params::PathParams;
 
 const MAX_ICON_BYTES: u64 = 1024 * 1024;
 
 pub async fn icon(
     State(gateway): State<Arc<Gateway>>,
-    Segments(slug): Segments<String>,
+    PathParams(slug): PathParams<String>,
     request: Request,
 ) -> Response {
     let snapshot = gateway.apps.snapshot();

@@ -20,8 +20,8 @@ use crate::gateway::auth::{Caller, Principal};
 use crate::gateway::state::Gateway;
 use svc_base::beneath::Folder;
 use svc_http::files::{Caching, StaticFile, percent_decode, respond};
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 
 /// Sandboxes documents in an opaque origin, without plug-ins.
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \
@@ -59,7 +59,7 @@ pub async fn page(
     State(gateway): State<Arc<Gateway>>,
     Extension(caller): Extension<Caller>,
     // Rejects a path that is not text; the whole path is parsed below.
-    _: Segments<BTreeMap<String, String>>,
+    _: PathParams<BTreeMap<String, String>>,
     request: Request,
 ) -> Response {
     let (request, _) = request.into_parts();

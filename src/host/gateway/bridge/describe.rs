@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use super::request::{ACTIONS, ActionShape, MAX_OPERATIONS};
 use super::{changes, list_schemas, query};
-use crate::gateway::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
+use crate::gateway::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
-    Answer, Content, Operation, Parameter, Place, any_text, array, boolean, count, matching, named, nullable,
-    object, one_of, text,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, any_text, array, boolean, count,
+    matching, named, nullable, object, one_of, text,
 };
 use svc_http::problem::Code;
 
@@ -26,9 +26,9 @@ pub static QUERY: Endpoint = Endpoint {
         credentials: CALLERS,
         parameters: &[],
         body: Some(|| json!({ "oneOf": ACTIONS.iter().map(request_schema).collect::<Vec<_>>() })),
-        answers: &[
-            json_answer(200, "The result.", result_schema),
-            json_answer(201, "The inserted row or rows.", created_schema),
+        responses: &[
+            documented_json(200, "The result.", result_schema),
+            documented_json(201, "The inserted row or rows.", created_schema),
         ],
         problems: &[
             Code::Forbidden,
@@ -53,7 +53,7 @@ pub static SCHEMAS: Endpoint = Endpoint {
         credentials: CALLERS,
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The apps' schemas.", || {
+        responses: &[documented_json(200, "The apps' schemas.", || {
             object(&[("data", array(named("AppSchema")))], &[])
         })],
         problems: &[Code::Forbidden, Code::NotFound, Code::DatabaseUnavailable, Code::Unavailable],
@@ -72,19 +72,19 @@ pub static CHANGES: Endpoint = Endpoint {
         parameters: &[
             Parameter {
                 name: "app",
-                place: Place::Query,
+                location: ParameterLocation::Query,
                 schema: any_text,
                 about: "Limits the stream to this app; an app always gets only its own changes.",
             },
             Parameter {
                 name: "Last-Event-ID",
-                place: Place::Header,
+                location: ParameterLocation::Header,
                 schema: || matching("^([0-9]+-[0-9]+)?$"),
                 about: "Resumes after this event.",
             },
         ],
         body: None,
-        answers: &[Answer {
+        responses: &[DocumentedResponse {
             status: 200,
             about: "Server-sent events, each a transaction.",
             content: Content::Other("text/event-stream"),

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, documented_json};
 use crate::gateway::state::Gateway;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::blocking::blocking;
@@ -93,7 +93,7 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The progress and the last result.", || {
+        responses: &[documented_json(200, "The progress and the last result.", || {
             let last = object(
                 &[("status", one_of(&["success", "error"])), ("beganAt", time())],
                 &[("takenAt", time()), ("key", text()), ("error", text()), ("held", held())],

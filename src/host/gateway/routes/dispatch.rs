@@ -25,15 +25,15 @@ use crate::agents::dispatch::state::{Dispatch, Phase};
 use crate::agents::dispatch::{DispatchTarget, Dispatcher};
 use crate::gateway::auth::Caller;
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, documented_json};
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
 use crate::gateway::state::Gateway;
 use svc_http::openapi::{
-    Answer, Content, Operation, Parameter, Place, array, boolean, fields, matching, named, nullable, object,
-    one_of, text, text_to, time,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, fields, matching,
+    named, nullable, object, one_of, text, text_to, time,
 };
+use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
-use svc_http::segments::Segments;
 
 /// Maximum number of listed dispatches.
 const MAX_LISTED: usize = 200;
@@ -71,7 +71,7 @@ async fn list(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Proble
 
 async fn show(
     State(gateway): State<Arc<Gateway>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
 ) -> Result<Json<Value>, Problem> {
     let found = find_dispatch(&gateway, &id).await?;
     Ok(Json(dispatch_json(&gateway.dispatcher, &found)))
@@ -79,7 +79,7 @@ async fn show(
 
 async fn follow(
     State(gateway): State<Arc<Gateway>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     let last = headers.get("last-event-id").filter(|value| !value.is_empty());
@@ -105,7 +105,7 @@ async fn follow(
 
 async fn cancel(
     State(gateway): State<Arc<Gateway>>,
-    Segments(id): Segments<String>,
+    PathParams(id): PathParams<String>,
 ) -> Result<Response, Problem> {
     let found = find_dispatch(&gateway, &id).await?;
     gateway.dispatcher.cancel(&found).await;
@@ -249,7 +249,7 @@ fn request_schema() -> Value {
     ] })
 }
 
-const EVENTS: Answer = Answer {
+const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
     about: "Server-sent events: accepted, running, started, text, toolStarted, toolEnded, warning, and finally result, \
             which has the complete dispatch. Events of a batch have the index of their entry; the last one is done.",
@@ -258,7 +258,7 @@ const EVENTS: Answer = Answer {
 
 const ID: Parameter = Parameter {
     name: "id",
-    place: Place::Path,
+    location: ParameterLocation::Path,
     schema: || matching(DispatchId::PATTERN),
     about: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
 };
@@ -273,9 +273,9 @@ pub static DISPATCH: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: Some(request_schema),
-        answers: &[
+        responses: &[
             EVENTS,
-            json_answer(
+            documented_json(
                 202,
                 "Accepted; if the client accepts application/json but no events.",
                 response_schema,
@@ -302,7 +302,7 @@ pub static LIST: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "At most 200.", || {
+        responses: &[documented_json(200, "At most 200.", || {
             object(&[("dispatches", array(named("Dispatch")))], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
@@ -320,7 +320,7 @@ pub static SHOW: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[ID],
         body: None,
-        answers: &[json_answer(200, "The dispatch.", response_schema)],
+        responses: &[documented_json(200, "The dispatch.", response_schema)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -338,15 +338,15 @@ pub static FOLLOW: Endpoint = Endpoint {
             ID,
             Parameter {
                 name: "Last-Event-ID",
-                place: Place::Header,
+                location: ParameterLocation::Header,
                 schema: || matching("^[0-9]{0,18}$"),
                 about: "Resumes after this event.",
             },
         ],
         body: None,
-        answers: &[
+        responses: &[
             EVENTS,
-            Answer { status: 204, about: "That event was the last.", content: Content::Nothing },
+            DocumentedResponse { status: 204, about: "That event was the last.", content: Content::Nothing },
         ],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
@@ -363,7 +363,7 @@ pub static CANCEL: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[ID],
         body: None,
-        answers: &[json_answer(
+        responses: &[documented_json(
             202,
             "Cancellation is requested; an ended dispatch is unchanged.",
             response_schema,

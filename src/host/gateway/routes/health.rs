@@ -10,7 +10,7 @@ use http::{HeaderValue, Method, StatusCode, header};
 use serde_json::{Value, json};
 
 use crate::gateway::auth::Ingress;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::gateway::state::Gateway;
 use svc_http::openapi::{Operation, object, one_of, text};
 use svc_http::problem::chain;
@@ -59,7 +59,9 @@ pub static LIVE: Endpoint = Endpoint {
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "It is running.", || object(&[("status", one_of(&["live"]))], &[]))],
+        responses: &[documented_json(200, "It is running.", || {
+            object(&[("status", one_of(&["live"]))], &[])
+        })],
         problems: &[],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -75,9 +77,9 @@ pub static READY: Endpoint = Endpoint {
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[
-            json_answer(200, "It is usable.", readiness),
-            json_answer(503, "It is not usable yet.", readiness),
+        responses: &[
+            documented_json(200, "It is usable.", readiness),
+            documented_json(503, "It is not usable yet.", readiness),
         ],
         problems: &[],
     },

@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use serde_json::json;
 
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, documented_json};
 use crate::gateway::state::Gateway;
 use crate::system::blocking::blocking;
 use crate::update::protocol::UpdateRequest;
@@ -78,7 +78,7 @@ pub static UPDATE: Endpoint = Endpoint {
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| fields(&[("imageVersion", matching(ImageVersion::PATTERN))], &[])),
-        answers: &[json_answer(202, "The request is accepted.", || {
+        responses: &[documented_json(202, "The request is accepted.", || {
             let version = matching(ImageVersion::PATTERN);
             object(
                 &[("request", one_of(&["update"])), ("imageVersion", version), ("requestedAt", time())],
@@ -100,7 +100,7 @@ pub static BACKUP: Endpoint = Endpoint {
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[json_answer(202, "The request is accepted.", || {
+        responses: &[documented_json(202, "The request is accepted.", || {
             object(&[("request", one_of(&["backup"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
@@ -118,7 +118,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[json_answer(202, "The request is accepted.", || {
+        responses: &[documented_json(202, "The request is accepted.", || {
             object(&[("request", one_of(&["accept"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
@@ -136,7 +136,7 @@ pub static DRILL: Endpoint = Endpoint {
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[json_answer(202, "The request is accepted.", || {
+        responses: &[documented_json(202, "The request is accepted.", || {
             object(&[("request", one_of(&["drill"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],

@@ -15,7 +15,7 @@ use crate::agents::owner_config;
 use crate::agents::owner_config::Settings;
 use crate::gateway::auth::{Caller, Principal};
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, READERS, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, READERS, documented_json};
 use crate::gateway::state::Gateway;
 use crate::records::calendar::Calendar;
 use crate::records::entry::{AuditEntry, Op};
@@ -27,7 +27,8 @@ use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,
+    Operation, Parameter, ParameterLocation, boolean, fields, named, nullable, number, object, text, text_to,
+    time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_http::usage::MAX_SENDER_CHARS;
@@ -225,12 +226,12 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         credentials: READERS,
         parameters: &[Parameter {
             name: "userId",
-            place: Place::Query,
+            location: ParameterLocation::Query,
             schema: || text_to(MAX_SENDER_CHARS),
             about: "The user or channel; the default is the owner.",
         }],
         body: None,
-        answers: &[json_answer(200, "The limits.", || named("Limits"))],
+        responses: &[documented_json(200, "The limits.", || named("Limits"))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -257,7 +258,7 @@ pub static SET_LIMITS: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[json_answer(200, "The new limits.", || named("Limits"))],
+        responses: &[documented_json(200, "The new limits.", || named("Limits"))],
         problems: &[Code::Forbidden, Code::Unavailable, Code::Conflict],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

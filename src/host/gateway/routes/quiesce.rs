@@ -11,7 +11,7 @@ use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, documented_json};
 use crate::gateway::state::Gateway;
 use crate::gateway::writers::Progress;
 use svc_base::clock::rfc3339_ms;
@@ -61,7 +61,7 @@ pub static QUIESCE: Endpoint = Endpoint {
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| fields(&[("operationId", uuid())], &[])),
-        answers: &[json_answer(200, "Writers are stopped once quiescedAt is set.", || {
+        responses: &[documented_json(200, "Writers are stopped once quiescedAt is set.", || {
             object(
                 &[("operationId", uuid()), ("quiescedAt", nullable(time())), ("runningDispatches", count())],
                 &[],
@@ -82,7 +82,7 @@ pub static RESUME: Endpoint = Endpoint {
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| fields(&[("operationId", uuid())], &[])),
-        answers: &[json_answer(200, "Writers are resumed.", || object(&[], &[]))],
+        responses: &[documented_json(200, "Writers are resumed.", || object(&[], &[]))],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

@@ -8,38 +8,42 @@ use std::sync::Arc;
 
 use super::record_lines;
 use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, documented_json};
 use crate::gateway::state::Gateway;
 use crate::records::files::RecordKind;
 use svc_http::openapi::{
-    Answer, Content, Operation, Parameter, Place, array, boolean, count, matching, named, nullable, number,
-    object, one_of, text, text_to, time,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, matching,
+    named, nullable, number, object, one_of, text, text_to, time,
 };
 use svc_http::problem::Code;
 
 const fn filter(name: &'static str, about: &'static str) -> Parameter {
-    Parameter { name, place: Place::Query, schema: || text_to(MAX_FILTER_CHARS), about }
+    Parameter { name, location: ParameterLocation::Query, schema: || text_to(MAX_FILTER_CHARS), about }
 }
 
-const SINCE: Parameter =
-    Parameter { name: "since", place: Place::Query, schema: time, about: "At or after this time." };
+const SINCE: Parameter = Parameter {
+    name: "since",
+    location: ParameterLocation::Query,
+    schema: time,
+    about: "At or after this time.",
+};
 const UNTIL: Parameter =
-    Parameter { name: "until", place: Place::Query, schema: time, about: "Before this time." };
+    Parameter { name: "until", location: ParameterLocation::Query, schema: time, about: "Before this time." };
 const LIMIT: Parameter = Parameter {
     name: "limit",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT }),
     about: "Maximum number of lines.",
 };
 const CURSOR: Parameter = Parameter {
     name: "cursor",
-    place: Place::Query,
+    location: ParameterLocation::Query,
     schema: || matching(POSITION_PATTERN),
     about: "The `nextCursor` of the previous page.",
 };
 const AFTER: Parameter = Parameter {
     name: "Last-Event-ID",
-    place: Place::Header,
+    location: ParameterLocation::Header,
     schema: || matching(POSITIONS_PATTERN),
     about: "Resumes after this event.",
 };
@@ -48,7 +52,7 @@ const POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$
 const POSITIONS_PATTERN: &str =
     "^((0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}(_(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2})?)?$";
 
-const EVENTS: Answer = Answer {
+const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
     about: "Server-sent events, one for each line.",
     content: Content::Other("text/event-stream"),
@@ -67,7 +71,7 @@ macro_rules! record {
                 credentials: READERS,
                 parameters: &[LIMIT, CURSOR, SINCE, UNTIL $(, $filter)*],
                 body: None,
-                answers: &[json_answer(200, "A page. It may have fewer lines than the limit although there is a next page.", || {
+                responses: &[documented_json(200, "A page. It may have fewer lines than the limit although there is a next page.", || {
                     object(&[($member, array(named($line_schema))), ("nextCursor", nullable(text()))], &[])
                 })],
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
@@ -89,7 +93,7 @@ macro_rules! record {
                 credentials: READERS,
                 parameters: &[SINCE, UNTIL $(, $filter)*, AFTER],
                 body: None,
-                answers: &[EVENTS],
+                responses: &[EVENTS],
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
             },
             max_body_bytes: DEFAULT_MAX_BODY_BYTES,

@@ -13,7 +13,7 @@ use http::{HeaderMap, Method, StatusCode};
 use serde_json::{Value, json};
 
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, documented_json};
 use crate::gateway::state::Gateway;
 use crate::snapshots::side_database;
 use crate::snapshots::side_database::{Action, Copy, MAX_TABLES, Mode, Request, SnapshotChoice, Status};
@@ -145,7 +145,7 @@ pub static SHOW: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        answers: &[json_answer(200, "The state.", || named("SideDatabase"))],
+        responses: &[documented_json(200, "The state.", || named("SideDatabase"))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -162,7 +162,7 @@ pub static OPEN: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| fields(&[], &[("key", matching(SnapshotKey::PATTERN)), ("at", time())])),
-        answers: &[json_answer(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted)],
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -185,7 +185,7 @@ pub static COPY: Endpoint = Endpoint {
             let options = [("mode", one_of(&Mode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
             fields(&[("tables", tables)], &options)
         }),
-        answers: &[json_answer(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -201,7 +201,7 @@ pub static CLOSE: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        answers: &[json_answer(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted)],
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

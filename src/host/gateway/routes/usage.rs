@@ -7,7 +7,7 @@ use axum::extract::{RawQuery, State};
 use axum::routing::get;
 use http::Method;
 
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS_AND_PLATFORM, json_answer};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS_AND_PLATFORM, documented_json};
 use crate::gateway::state::Gateway;
 use crate::records::ledger::{Report, UsageQuery};
 use svc_http::fields::Fields;
@@ -39,7 +39,7 @@ pub static USAGE: Endpoint = Endpoint {
         credentials: READERS_AND_PLATFORM,
         parameters: &[usage::USER_ID, usage::START_DATE, usage::END_DATE, usage::GROUP_BY],
         body: None,
-        answers: &[json_answer(200, "The report.", usage::report)],
+        responses: &[documented_json(200, "The report.", usage::report)],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

@@ -8,8 +8,8 @@ use serde_json::{Map, Value};
 
 use super::saved_copy::SnapshotWindow;
 use super::{AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, poll_interval, signed_duration};
-use crate::operations::ask_host::BackupProgress;
-use crate::operations::held::HeldOperation;
+use crate::operations::host_call::BackupProgress;
+use crate::operations::leased::HeldOperation;
 use crate::operations::step::StepOutcome;
 use svc_base::clock;
 use svc_base::untrusted_text::bounded;

@@ -9,8 +9,8 @@ use jiff::{SignedDuration, Timestamp};
 
 use super::progress::LastBackupProgress;
 use crate::db::machine_row::MachineRow;
-use crate::operations::ask_host::{BackupOutcome, BackupProgress};
-use crate::operations::held::HeldOperation;
+use crate::operations::host_call::{BackupOutcome, BackupProgress};
+use crate::operations::leased::HeldOperation;
 use svc_store::key::{self, SlotPrefix};
 use svc_store::pointer::SnapshotRef;
 use svc_store::{pointer_io, snapshot};

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::handbill::ServiceInfo;
-use super::place::{Files, psql, shell_quote};
+use super::instance_dir::{Files, psql, shell_quote};
+use super::service_info::ServiceInfo;
 use crate::story::stack::Stack;
 
 /// A session of a day, so that a developer need not mint one per call.

@@ -4,8 +4,8 @@
 //! Invariants: at most one instance per directory; however it ends, no process remains.
 
 mod guide;
-pub(crate) mod handbill;
-mod place;
+mod instance_dir;
+pub(crate) mod service_info;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub use self::place::{AlreadyRunning, DevLock};
+pub use self::instance_dir::{AlreadyRunning, DevLock};
 use crate::bundle;
 use crate::child;
 use crate::story::first_life::MachineRecord;
@@ -60,7 +60,7 @@ async fn provision_and_wait(
 ) -> Result<()> {
     println!("dev: provisioning the machine of {USER}");
     let machine = provision(stack, bundle).await?;
-    let info = handbill::ServiceInfo::collect(stack, &machine)?;
+    let info = service_info::ServiceInfo::collect(stack, &machine)?;
     let files = lock.publish(&info, stack.operator_env(), svc)?;
     println!("{}", guide::text(stack, &info, &files, started.elapsed()));
     stack.wait_for_platform_exit().await

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use futures_util::future::LocalBoxFuture;
 
-use super::{agent, data, faults, life, look, packages, stages, updates};
+use super::{agent, data, faults, invariants, life, packages, stages, updates};
 use crate::story::{self, MachineRecord, Stack};
 
 /// Acts to run on the machine after provisioning.
@@ -42,7 +42,7 @@ const fn full_act(name: &'static str, run: RunAct) -> LabAct {
 
 static ACTS: [LabAct; 32] = [
     quick_act("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
-    quick_act("sound", |stack, machines| Box::pin(look::check_machine(stack, &machines.current))),
+    quick_act("sound", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
     quick_act("use", |stack, _| Box::pin(life::insert_and_find(stack))),
     quick_act("dispatch", |stack, machines| Box::pin(agent::run_dispatch(stack, &machines.current))),
     quick_act("reboot", |stack, machines| Box::pin(life::reboot(stack, &machines.current))),
@@ -101,7 +101,7 @@ static ACTS: [LabAct; 32] = [
     full_act("platform-package", |stack, machines| {
         Box::pin(packages::check_platform_package(stack, &machines.current))
     }),
-    full_act("sound-again", |stack, machines| Box::pin(look::check_machine(stack, &machines.current))),
+    full_act("sound-again", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
     // Last, because it stops the services.
     full_act("host-package", |stack, machines| {
         Box::pin(packages::check_host_package(stack, &machines.current))

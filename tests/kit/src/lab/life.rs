@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::data::LIST_SIDE_DATABASES;
-use super::{look, release};
+use super::{invariants, release};
 use crate::bundle;
 use crate::pg::PgBinaries;
 use crate::s3::{Fault, Rule};
@@ -79,7 +79,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 
 /// The server dies and disappears from the provider.
 pub async fn lose_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    look::save_journal(stack, machine).await;
+    invariants::save_journal(stack, machine).await;
     stack.provider.vanish_server(&machine.server).await?;
     ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
     Ok(((), "power cut, and no server at the provider".to_owned()))

@@ -8,8 +8,8 @@ mod acts;
 mod agent;
 mod data;
 mod faults;
+mod invariants;
 mod life;
-mod look;
 mod packages;
 mod release;
 mod stages;
@@ -92,7 +92,7 @@ async fn run_all(
     if result.is_err() {
         stack.print_logs();
     }
-    look::save_journals(&stack, machines).await;
+    invariants::save_journals(&stack, machines).await;
     stack.stop().await;
     result
 }
@@ -121,7 +121,7 @@ async fn run_acts(report: &mut Report, acts: &[&LabAct], stack: &Stack) -> Resul
     for act in acts {
         report.step(act.name, (act.run)(stack, &mut slot_machines)).await?;
     }
-    look::save_journal(stack, &slot_machines.current).await;
+    invariants::save_journal(stack, &slot_machines.current).await;
     report.step("delete", life::delete(stack, &slot_machines.current)).await?;
     report.step("gone", life::check_owner_gets_503(stack)).await
 }

@@ -11,9 +11,9 @@ use http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::book::CreateRequest;
 use super::catalog;
 use super::cloud::{Cloud, Outcome};
+use super::inventory::CreateRequest;
 use super::labels;
 use super::refusal::Refusal;
 use super::wire;

@@ -6,10 +6,10 @@ use std::time::Duration;
 use http::StatusCode;
 use serde::Deserialize;
 
-use super::book::{ActionRecord, CreateRequest, Inventory, Power, ServerRecord};
 use super::catalog::{self, CatalogType};
 use super::faults::Script;
 use super::guest::Guests;
+use super::inventory::{ActionRecord, CreateRequest, Inventory, Power, ServerRecord};
 use super::rate::Bucket;
 use super::refusal::Refusal;
 

@@ -13,9 +13,9 @@ use http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::book::Creation;
 use super::cloud::Cloud;
 use super::faults::{CallRecord, FaultRule};
+use super::inventory::Creation;
 use super::view::{HostView, ServerView};
 
 type Shared = State<Arc<Cloud>>;

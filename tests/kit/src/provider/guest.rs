@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 
-use super::book::ServerRecord;
 use super::host::Hosts;
+use super::inventory::ServerRecord;
 use super::machines::Machines;
 use crate::vm::Machine;
 

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 
-use super::book::ServerRecord;
 use super::catalog::CatalogType;
+use super::inventory::ServerRecord;
 use crate::vm::{Accel, Image, Machine, MachineSpec, Size};
 
 /// Settings shared by all machines of a simulator.

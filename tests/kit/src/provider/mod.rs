@@ -24,13 +24,13 @@
 
 mod address;
 mod api;
-mod book;
 mod catalog;
 mod cloud;
 mod control;
 mod faults;
 mod guest;
 mod host;
+mod inventory;
 mod labels;
 mod listener;
 mod machines;
@@ -42,9 +42,9 @@ mod tests;
 mod view;
 mod wire;
 
-pub use self::book::{Creation, Power};
 pub use self::faults::{CallRecord, Fault, FaultRule};
 pub use self::host::{BootState, HostSettings};
+pub use self::inventory::{Creation, Power};
 pub use self::machines::MachineSettings;
 pub use self::rate::RateLimit;
 pub use self::simulator::{Simulator, SimulatorKind, SimulatorOptions};

@@ -10,11 +10,11 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
 use super::address::Addresses;
-use super::book::{Creation, Inventory, Power};
 use super::cloud::Cloud;
 use super::faults::{CallRecord, FaultRule, Script};
 use super::guest::Guests;
 use super::host::{HostSettings, Hosts};
+use super::inventory::{Creation, Inventory, Power};
 use super::machines::{MachineSettings, Machines};
 use super::rate::{Bucket, RateLimit};
 use super::view::{HostView, ServerView};

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::book::{Power, ServerRecord};
 use super::cloud::Cloud;
 use super::host::BootState;
+use super::inventory::{Power, ServerRecord};
 
 /// A server of the provider.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

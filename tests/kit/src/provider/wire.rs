@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::book::{ActionRecord, ServerRecord};
+use super::inventory::{ActionRecord, ServerRecord};
 
 pub(super) fn server(record: &ServerRecord, locked: bool) -> Value {
     json!({

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use super::super::book::ServerRecord;
+use super::super::inventory::ServerRecord;
 use super::HostSettings;
 use super::boot;
 use super::disk::Disk;

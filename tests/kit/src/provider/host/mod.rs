@@ -24,7 +24,7 @@ use anyhow::{Context, Result};
 
 pub use self::machine::BootState;
 pub(super) use self::machine::ProcessHost;
-use super::book::ServerRecord;
+use super::inventory::ServerRecord;
 use crate::pg::PgBinaries;
 
 /// Settings shared by all hosts of a simulator.

@@ -1,7 +1,7 @@
 //! The init with a stand-in for the product's binary: order, gate, readiness, restarts, reports, and cleanup.
 
 mod boots;
-mod lives;
+mod lifetime;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::handbill::ServiceInfo;
+use super::service_info::ServiceInfo;
 use crate::story::stack::Stack;
 
 const INFO_FILE: &str = "dev.json";

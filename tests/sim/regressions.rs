@@ -2,7 +2,7 @@
 
 use super::plan::{Action, Step};
 use super::run::{Parts, RunResult, play};
-use super::seat::RunDatabase;
+use super::run_database::RunDatabase;
 
 /// Long enough for any response: these plans test the order, not overlap.
 const RESPONSE_TIMEOUT_MS: u64 = 5000;
@@ -12,8 +12,10 @@ fn step(action: Action, key: Option<u8>) -> Step {
 }
 
 async fn holds(steps: Vec<Step>) {
-    let seat = RunDatabase::new(None).await.unwrap();
-    if let RunResult::Broken { found, log, .. } = play(&seat, Parts::InProcess, &steps, None).await.unwrap() {
+    let database = RunDatabase::new(None).await.unwrap();
+    if let RunResult::Broken { found, log, .. } =
+        play(&database, Parts::InProcess, &steps, None).await.unwrap()
+    {
         panic!("{found:?}:\n{}", log.join("\n"));
     }
 }

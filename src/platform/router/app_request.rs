@@ -18,11 +18,11 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 
 use super::app_token::{self, AppClaims};
 use super::directory::MachineLookup;
-use super::door::PublicHost;
 use super::identity::bearer;
 use super::page::UnavailableReason;
+use super::public_host::PublicHost;
 use super::serve::{Caller, RequestContext, rate_limited};
-use super::{RouterState, frame, origin, own};
+use super::{RouterState, builtin, frame, origin};
 use svc_http::problem::{Code, Problem};
 use svc_http::proof::ProofError;
 
@@ -86,7 +86,7 @@ async fn serve(
     if let Err(wait) = router.user_rate.check(&claims.sub) {
         return rate_limited(wait).into_response();
     }
-    if own::is_builtin_path(request.uri().path()) {
+    if builtin::is_builtin_path(request.uri().path()) {
         return Problem::new(Code::Forbidden, "This route is for the owner, not for apps.").into_response();
     }
     if let PresentedToken::InPath { slug, rest, .. } = &token {

@@ -8,10 +8,10 @@ use anyhow::{Result, bail};
 
 use crate::story::{MachineRecord, Stack};
 
-const CHECKS: &str = include_str!("sound.sh");
+const CHECKS: &str = include_str!("invariants.sh");
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Runs all checks of `sound.sh`.
+/// Runs all checks of `invariants.sh`.
 pub async fn check_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let output = vm.run(CHECKS, TIMEOUT).await?;

@@ -7,14 +7,14 @@ use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, SET_COOKIE};
 use http::{HeaderValue, Method, StatusCode};
 use serde_json::json;
 
-use super::cookie::RouterCookie;
-use super::directory::MachineLookup;
-use super::door::PublicHost;
-use super::identity::Identity;
-use super::own_routes::{
+use super::builtin_routes::{
     CHOOSE_ACCOUNT, CHOOSE_SLOT, ISSUE_CODE, LIST_SLOTS, MINT_APP_TOKEN, REDEEM_CODE, SIGN_OUT,
 };
+use super::cookie::RouterCookie;
+use super::directory::MachineLookup;
+use super::identity::Identity;
 use super::page::{self, UnavailableReason};
+use super::public_host::PublicHost;
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::LIFETIME_SECONDS;
 use super::{RouterState, account, app_token, sign_in};

@@ -7,9 +7,9 @@ use serde::de::DeserializeOwned;
 use super::problem::Problem;
 
 /// [`Path`] with a [`Problem`] as its rejection.
-pub struct Segments<T>(pub T);
+pub struct PathParams<T>(pub T);
 
-impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Segments<T> {
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for PathParams<T> {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {

@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 use super::check::has_leftovers;
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
-use super::look::{DatabaseState, MachineSeen};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
 use super::process::{Answer, Process, SECRET, request};
+use super::snapshot::{DatabaseState, MachineSeen};
 use super::world::World;
 
 /// A request that can be sent to any process.
@@ -61,11 +61,11 @@ impl World<'_> {
             }
             Action::ServerVanishes { host } => {
                 if let Some(host) = self.host(*host) {
-                    self.sky.vanish(&host.server).await;
+                    self.provider.vanish(&host.server).await;
                     self.rows.lost(&host.machine);
                 }
             }
-            Action::ProviderFails { call, fault, times } => self.sky.fault(*call, *fault, *times),
+            Action::ProviderFails { call, fault, times } => self.provider.fault(*call, *fault, *times),
             Action::StoreFails { write, fault, times } => self.store.fault(*write, *fault, *times),
             Action::PointerBreaks { slot, is_lost } => {
                 let (user, slot) = SLOTS[*slot];
@@ -76,8 +76,8 @@ impl World<'_> {
                     self.write(&host).await?;
                 }
             }
-            Action::DatabaseCuts => self.seat.cut().await?,
-            Action::DatabaseSaved => self.seat.save().await?,
+            Action::DatabaseCuts => self.database.cut().await?,
+            Action::DatabaseSaved => self.database.save().await?,
             Action::DatabaseRestored => self.restore_database().await?,
             Action::Crash { process } => {
                 self.tally.crashes += 1;
@@ -96,7 +96,7 @@ impl World<'_> {
                     self.start(*process);
                 }
             }
-            Action::TimePasses { seconds, leases } => self.seat.pass_time(*seconds, *leases).await?,
+            Action::TimePasses { seconds, leases } => self.database.pass_time(*seconds, *leases).await?,
             Action::Rest => self.rest().await?,
             _ => {
                 if let Action::Register { host, .. } = &step.action
@@ -144,9 +144,9 @@ impl World<'_> {
     }
 
     async fn serves(&self, machine: &str) -> Result<bool> {
-        let database_state = DatabaseState::at(&self.seat.client).await?;
+        let database_state = DatabaseState::at(&self.database.client).await?;
         Ok(database_state.machine(machine).is_some_and(MachineSeen::is_running)
-            && self.sky.on().iter().any(|on| on == machine))
+            && self.provider.on().iter().any(|on| on == machine))
     }
 
     fn machine(&self, nth: usize) -> Option<String> {
@@ -284,7 +284,7 @@ impl World<'_> {
             AcceptedLoss::Nothing => None,
             AcceptedLoss::OfSlot(prefix) => Some(prefix.clone()),
             AcceptedLoss::OfMachine(machine) => {
-                let database_state = DatabaseState::at(&self.seat.client).await.ok()?;
+                let database_state = DatabaseState::at(&self.database.client).await.ok()?;
                 database_state.machine(machine).map(MachineSeen::prefix)
             }
         }
@@ -345,7 +345,7 @@ impl World<'_> {
     /// Waits for a limited time, or until every operation only waits for a host.
     async fn rest(&mut self) -> Result<()> {
         for _ in 0..20 {
-            let database_state = DatabaseState::at(&self.seat.client).await?;
+            let database_state = DatabaseState::at(&self.database.client).await?;
             let busy = |step: &str| !matches!(step, "await_registration" | "await_health");
             if !database_state.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
                 return Ok(());
@@ -363,7 +363,7 @@ impl World<'_> {
     /// Ends the faults, restarts every process, and advances the time, until nothing remains to do or the limit is
     /// reached.
     pub async fn settle(&mut self) -> Result<()> {
-        self.sky.heal();
+        self.provider.heal();
         self.store.heal();
         let _ = tokio::time::timeout(Duration::from_secs(20), self.wait_for_requests()).await;
         for process in 0..PROCESSES {
@@ -381,8 +381,8 @@ impl World<'_> {
         for round in 0..rounds {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;
-            let database_state = DatabaseState::at(&self.seat.client).await?;
-            let live = self.sky.live();
+            let database_state = DatabaseState::at(&self.database.client).await?;
+            let live = self.provider.live();
             let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
             let under_way = database_state.operations.iter().any(|it| it.state == "running");
             let quiet = !under_way
@@ -415,10 +415,10 @@ impl World<'_> {
                     self.heartbeat(&host, round % PROCESSES).await;
                 }
             }
-            self.seat.pass_time(10, false).await?;
+            self.database.pass_time(10, false).await?;
         }
         self.ledger.note("the platform did not settle");
-        let database_state = DatabaseState::at(&self.seat.client).await?;
+        let database_state = DatabaseState::at(&self.database.client).await?;
         for operation in database_state.operations.iter().filter(|it| it.state == "running") {
             self.ledger.note(format!("under way: {operation:?}"));
         }

@@ -10,7 +10,7 @@ use super::progress::LastBackupProgress;
 use super::{NewestCopy, newest_copy};
 use crate::db::machine_row::MachineRow;
 use crate::operations::OperationKind;
-use crate::operations::held::HeldOperation;
+use crate::operations::leased::HeldOperation;
 use crate::operations::step::{Question, StepError, StepOutcome, StepRecord};
 use svc_base::clock::rfc3339_ms;
 use svc_store::key::SlotPrefix;

@@ -3,12 +3,12 @@
 use http::Method;
 use serde_json::{Value, json};
 
-use super::door::PublicHost;
-use super::own::{BuiltinAction, BuiltinRoute};
+use super::builtin::{BuiltinAction, BuiltinRoute};
+use super::public_host::PublicHost;
 use super::{account, sign_in};
 use svc_http::openapi::{
-    Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, array, boolean, count,
-    fields, matching, named, object, one_of, text, uuid,
+    Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
+    array, boolean, count, fields, matching, named, object, one_of, text, uuid,
 };
 use svc_http::problem::Code;
 use svc_machine::name::Slot;
@@ -33,8 +33,8 @@ pub static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
         credentials: USER_CREDENTIALS,
         parameters: &[],
         body: None,
-        answers: &[
-            json_answer(200, "The slots.", || object(&[("slots", array(named("OwnSlot")))], &[])),
+        responses: &[
+            documented_json(200, "The slots.", || object(&[("slots", array(named("OwnSlot")))], &[])),
             SIGN_IN_REDIRECT,
         ],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
@@ -52,9 +52,13 @@ pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
         credentials: USER_CREDENTIALS,
         parameters: &[],
         body: Some(|| fields(&[("slot", slot_name_schema())], &[])),
-        answers: &[
-            json_answer(200, "The slot is chosen.", || object(&[("slot", slot_name_schema())], &[])),
-            Answer { status: 303, about: "Redirect to the slot, after a form.", content: Content::Nothing },
+        responses: &[
+            documented_json(200, "The slot is chosen.", || object(&[("slot", slot_name_schema())], &[])),
+            DocumentedResponse {
+                status: 303,
+                about: "Redirect to the slot, after a form.",
+                content: Content::Nothing,
+            },
         ],
         problems: &[
             Code::Forbidden,
@@ -79,7 +83,7 @@ pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
         body: Some(|| {
             fields(&[("account", one_of(&account::AccountChoice::NAMES))], &[("returnTo", any_text())])
         }),
-        answers: &[Answer {
+        responses: &[DocumentedResponse {
             status: 303,
             about: "Redirect to `returnTo`, a path of this host, with the chosen account.",
             content: Content::Nothing,
@@ -99,7 +103,7 @@ pub static MINT_APP_TOKEN: BuiltinRoute = BuiltinRoute {
         credentials: USER_CREDENTIALS,
         parameters: &[],
         body: Some(|| fields(&[("app", matching("^[a-z][a-z0-9-]{0,40}$"))], &[])),
-        answers: &[json_answer(200, "The token.", || {
+        responses: &[documented_json(200, "The token.", || {
             object(&[("token", text()), ("expiresAt", count())], &[])
         })],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
@@ -117,7 +121,11 @@ pub static SIGN_OUT: BuiltinRoute = BuiltinRoute {
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[Answer { status: 204, about: "The sessions have ended.", content: Content::Nothing }],
+        responses: &[DocumentedResponse {
+            status: 204,
+            about: "The sessions have ended.",
+            content: Content::Nothing,
+        }],
         problems: &[
             Code::Unauthorized,
             Code::Forbidden,
@@ -141,19 +149,19 @@ pub static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
         parameters: &[
             Parameter {
                 name: "state",
-                place: Place::QueryNeeded,
+                location: ParameterLocation::RequiredQuery,
                 schema: any_text,
                 about: "The nonce that the browser holds on CODE_HOST.",
             },
             Parameter {
                 name: "return_to",
-                place: Place::Query,
+                location: ParameterLocation::Query,
                 schema: any_text,
                 about: "The final path on CODE_HOST; URLs of other hosts are ignored.",
             },
         ],
         body: None,
-        answers: &[SIGN_IN_REDIRECT],
+        responses: &[SIGN_IN_REDIRECT],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
     host: Some(PublicHost::App),
@@ -169,26 +177,26 @@ pub static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
         credentials: &[],
         parameters: &[Parameter {
             name: "code",
-            place: Place::QueryNeeded,
+            location: ParameterLocation::RequiredQuery,
             schema: any_text,
             about: "The single-use code.",
         }],
         body: None,
-        answers: &[SIGN_IN_REDIRECT],
+        responses: &[SIGN_IN_REDIRECT],
         problems: &[Code::Unauthorized, Code::RequestTooLarge, Code::RateLimited, Code::DatabaseUnavailable],
     },
     host: Some(PublicHost::Code),
     action: BuiltinAction::RedeemCode,
 };
 
-const SIGN_IN_REDIRECT: Answer = Answer {
+const SIGN_IN_REDIRECT: DocumentedResponse = DocumentedResponse {
     status: 302,
     about: "Redirect of a browser to the next step of the sign-in, or to the requested page.",
     content: Content::Nothing,
 };
 
-const fn json_answer(status: u16, about: &'static str, schema: fn() -> Value) -> Answer {
-    Answer { status, about, content: Content::Json(schema) }
+const fn documented_json(status: u16, about: &'static str, schema: fn() -> Value) -> DocumentedResponse {
+    DocumentedResponse { status, about, content: Content::Json(schema) }
 }
 
 fn slot_name_schema() -> Value {
