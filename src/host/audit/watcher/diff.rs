@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::tree::{FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, below};
+use super::tree::{FileId, FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, below};
 use crate::records::entry::Op;
 
 /// Maximum names with events; beyond that, the whole tree is checked.
@@ -249,16 +249,16 @@ impl<S: FsProbe> Walk<'_, S> {
 }
 
 /// Files with several names: events of one name apply to all.
-struct SharedFiles(HashMap<Inode, (bool, bool)>);
+struct SharedFiles(HashMap<FileId, (bool, bool)>);
 
 impl SharedFiles {
     fn of(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
         let is_shared = |known: &&TreeEntry| known.seen.is_shared && known.seen.kind == Kind::File;
         let known = before.values().chain(after.values()).filter(is_shared);
-        let mut all: HashMap<Inode, (bool, bool)> =
-            known.map(|known| (known.seen.inode, (false, false))).collect();
+        let mut all: HashMap<FileId, (bool, bool)> =
+            known.map(|known| (known.seen.id(), (false, false))).collect();
         let mut add = |known: &TreeEntry, (written, touched): (bool, bool)| {
-            if let Some(all) = all.get_mut(&known.seen.inode) {
+            if let Some(all) = all.get_mut(&known.seen.id()) {
                 all.0 |= written;
                 all.1 |= touched;
             }
@@ -287,12 +287,12 @@ fn compare(
     for (path, now) in after {
         let was = before.get(path).map(|was| was.seen);
         let mut marks = dirty.marks(now.folder, path);
-        if was.is_some_and(|was| was.inode == now.seen.inode) {
+        if was.is_some_and(|was| was.id() == now.seen.id()) {
             let (written, touched) = marks.of_first_file();
             marks.written |= written;
             marks.touched |= touched;
         }
-        if let Some((written, touched)) = shared.0.get(&now.seen.inode) {
+        if let Some((written, touched)) = shared.0.get(&now.seen.id()) {
             marks.written |= written;
             marks.touched |= touched;
         }
@@ -313,7 +313,7 @@ fn change(was: Option<FileState>, now: FileState, marks: Marks, path: &[u8]) -> 
 
 /// Whether a file or link was written or replaced.
 fn is_written(was: FileState, now: FileState, marks: Marks) -> bool {
-    if was.inode != now.inode {
+    if was.id() != now.id() {
         return true;
     }
     if marks.named && (was.size, was.mtime) == (now.size, now.mtime) {
@@ -321,7 +321,7 @@ fn is_written(was: FileState, now: FileState, marks: Marks) -> bool {
         return false;
     }
     if marks.made {
-        // A new file that reuses the inode.
+        // A new file that reuses the inode, on a file system without birth times.
         return true;
     }
     if now.kind != Kind::File || (was.size, now.size) == (0, 0) {
@@ -342,7 +342,7 @@ fn other_names(
         return Vec::new();
     }
     let mut changes = Vec::new();
-    for (folder, name, was) in tree.of_inodes(|inode| shared.0.contains_key(&inode)) {
+    for (folder, name, was) in tree.of_files(|file| shared.0.contains_key(&file)) {
         let Some(path) = tree.path(folder) else { continue };
         let full = below(&path, &name);
         if after.contains_key(&full) {
@@ -350,8 +350,8 @@ fn other_names(
         }
         let now = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
         // If it is another file now, its own events report that.
-        let Some(now) = now.filter(|now| now.inode == was.inode) else { continue };
-        let (written, touched) = shared.0.get(&now.inode).copied().unwrap_or_default();
+        let Some(now) = now.filter(|now| now.id() == was.id()) else { continue };
+        let (written, touched) = shared.0.get(&now.id()).copied().unwrap_or_default();
         let marks = Marks { written, touched, ..Marks::default() };
         tree.refresh(folder, &name, now);
         changes.extend(change(Some(was), now, marks, &full));

@@ -13,9 +13,10 @@ use std::path::Path;
 
 use nix::dir::Dir;
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
+use nix::sys::stat::{Mode, fstat};
+use rustix::fs::{AtFlags, FileType, StatxFlags, StatxTimestamp};
 
 use super::diff::{DirtySet, FsProbe, Marks};
 use super::tree::{FileState, Inode, Kind, Name};
@@ -211,22 +212,25 @@ fn marks(mask: AddWatchFlags) -> Marks {
 }
 
 fn file_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
-    let stat = fstatat(folder, name, AtFlags::AT_SYMLINK_NOFOLLOW).ok()?;
-    let kind = match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
-        SFlag::S_IFREG => Kind::File,
-        SFlag::S_IFDIR => Kind::Folder,
-        SFlag::S_IFLNK => Kind::Link,
+    let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+    let stat = rustix::fs::statx(folder, name, AtFlags::SYMLINK_NOFOLLOW, wanted).ok()?;
+    let kind = match FileType::from_raw_mode(stat.stx_mode.into()) {
+        FileType::RegularFile => Kind::File,
+        FileType::Directory => Kind::Folder,
+        FileType::Symlink => Kind::Link,
         _ => Kind::Other,
     };
+    let has_birth_time = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
     Some(FileState {
-        inode: stat.st_ino,
-        size: u64::try_from(stat.st_size).unwrap_or_default(),
-        mtime: mtime(&stat),
+        inode: stat.stx_ino,
+        size: stat.stx_size,
+        mtime: nanoseconds(stat.stx_mtime),
+        born: if has_birth_time { nanoseconds(stat.stx_btime) } else { 0 },
         kind,
-        is_shared: kind == Kind::File && stat.st_nlink > 1,
+        is_shared: kind == Kind::File && stat.stx_nlink > 1,
     })
 }
 
-fn mtime(stat: &FileStat) -> i64 {
-    stat.st_mtime.saturating_mul(1_000_000_000).saturating_add(stat.st_mtime_nsec)
+fn nanoseconds(time: StatxTimestamp) -> i64 {
+    time.tv_sec.saturating_mul(1_000_000_000).saturating_add(time.tv_nsec.into())
 }

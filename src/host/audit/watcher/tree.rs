@@ -23,9 +23,25 @@ pub struct FileState {
     pub size: u64,
     /// In nanoseconds.
     pub mtime: i64,
+    /// The birth time in nanoseconds, which tells a file from an earlier one with the same inode; 0 if the file system
+    /// has none.
+    pub born: i64,
     pub kind: Kind,
     /// The file has other names.
     pub is_shared: bool,
+}
+
+impl FileState {
+    /// The file's identity; inodes are reused.
+    pub fn id(&self) -> FileId {
+        FileId { inode: self.inode, born: self.born }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FileId {
+    inode: Inode,
+    born: i64,
 }
 
 #[derive(Debug)]
@@ -147,12 +163,12 @@ impl Tree {
         parent.is_some_and(|(of, name)| *of == above && last(path) == &name[..])
     }
 
-    /// All names of files with a matching inode.
-    pub fn of_inodes(&self, wanted: impl Fn(Inode) -> bool) -> Vec<(Inode, Name, FileState)> {
+    /// All names of the matching files.
+    pub fn of_files(&self, wanted: impl Fn(FileId) -> bool) -> Vec<(Inode, Name, FileState)> {
         let mut found = Vec::new();
         for (inode, folder) in &self.folders {
             let files =
-                folder.entries.iter().filter(|(_, seen)| seen.kind == Kind::File && wanted(seen.inode));
+                folder.entries.iter().filter(|(_, seen)| seen.kind == Kind::File && wanted(seen.id()));
             found.extend(files.map(|(name, seen)| (*inode, name.clone(), *seen)));
         }
         found

@@ -10,12 +10,15 @@ use super::*;
 #[derive(Debug, Clone, PartialEq)]
 enum Node {
     File { content: u64, mtime: i64 },
+    Link { target: u64, mtime: i64 },
     Folder(BTreeMap<Name, Inode>),
 }
 
 /// Inodes are reused as soon as possible.
 struct World {
     nodes: BTreeMap<Inode, Node>,
+    /// The birth time of each node.
+    born: BTreeMap<Inode, i64>,
     watched: BTreeSet<Inode>,
     dirty: DirtySet,
     clock: i64,
@@ -26,20 +29,20 @@ const ROOT: Inode = 2;
 impl World {
     fn new() -> Self {
         let nodes = BTreeMap::from([(ROOT, Node::Folder(BTreeMap::new()))]);
-        Self { nodes, watched: BTreeSet::new(), dirty: DirtySet::default(), clock: 0 }
+        Self { nodes, born: BTreeMap::new(), watched: BTreeSet::new(), dirty: DirtySet::default(), clock: 0 }
     }
 
     fn names(&self, folder: Inode) -> &BTreeMap<Name, Inode> {
         match &self.nodes[&folder] {
             Node::Folder(names) => names,
-            Node::File { .. } => panic!("a file has no names"),
+            Node::File { .. } | Node::Link { .. } => panic!("only a folder has names"),
         }
     }
 
     fn names_mut(&mut self, folder: Inode) -> &mut BTreeMap<Name, Inode> {
         match self.nodes.get_mut(&folder) {
             Some(Node::Folder(names)) => names,
-            _ => panic!("a file has no names"),
+            _ => panic!("only a folder has names"),
         }
     }
 
@@ -76,6 +79,8 @@ impl World {
         }
         let inode = self.new_inode();
         self.nodes.insert(inode, node);
+        self.clock += 1;
+        self.born.insert(inode, self.clock);
         self.names_mut(folder).insert(name.into(), inode);
         let written = matches!(self.nodes[&inode], Node::File { .. });
         self.emit(folder, name, Marks { named: true, made: true, written, ..Marks::default() });
@@ -91,8 +96,21 @@ impl World {
                 self.emit(folder, name, Marks { written: !by_map, ..Marks::default() });
             }
             (None, Some(_)) => self.make(path, node),
+            // A write through a link changes its target.
             _ => {}
         }
+    }
+
+    /// Replaces a name by a symbolic link, as `ln -sfn` does: a link with a temporary name is renamed.
+    fn symlink(&mut self, path: &[u8]) {
+        let is_folder = self.find(path).is_some_and(|inode| matches!(self.nodes[&inode], Node::Folder(_)));
+        if is_folder || self.split(path).is_none() {
+            return;
+        }
+        let temporary = [path, b".tmp"].concat();
+        self.clock += 1;
+        self.make(&temporary, Node::Link { target: self.clock.unsigned_abs(), mtime: self.clock });
+        self.rename(&temporary, path);
     }
 
     fn touch(&mut self, path: &[u8]) {
@@ -154,18 +172,25 @@ impl World {
     fn seen(&self, inode: Inode) -> FileState {
         let links = self.nodes.values().map(|node| match node {
             Node::Folder(names) => names.values().filter(|other| **other == inode).count(),
-            Node::File { .. } => 0,
+            Node::File { .. } | Node::Link { .. } => 0,
         });
+        let born = self.born.get(&inode).copied().unwrap_or_default();
         match &self.nodes[&inode] {
             // All files have the same size, so that sizes cannot reveal a change.
             Node::File { mtime, .. } => FileState {
                 inode,
                 size: 9,
                 mtime: *mtime,
+                born,
                 kind: Kind::File,
                 is_shared: links.sum::<usize>() > 1,
             },
-            Node::Folder(_) => FileState { inode, size: 0, mtime: 0, kind: Kind::Folder, is_shared: false },
+            Node::Link { mtime, .. } => {
+                FileState { inode, size: 9, mtime: *mtime, born, kind: Kind::Link, is_shared: false }
+            }
+            Node::Folder(_) => {
+                FileState { inode, size: 0, mtime: 0, born, kind: Kind::Folder, is_shared: false }
+            }
         }
     }
 
@@ -176,7 +201,7 @@ impl World {
             for (name, inode) in self.names(folder) {
                 let path = below(&path, name);
                 let content = match &self.nodes[inode] {
-                    Node::File { content, .. } => Some(*content),
+                    Node::File { content, .. } | Node::Link { target: content, .. } => Some(*content),
                     Node::Folder(_) => {
                         rest.push((path.clone(), *inode));
                         None
@@ -212,6 +237,7 @@ enum Step {
     Write(Vec<u8>),
     Map(Vec<u8>),
     Touch(Vec<u8>),
+    Symlink(Vec<u8>),
     Mkdir(Vec<u8>),
     Remove(Vec<u8>),
     Rename(Vec<u8>, Vec<u8>),
@@ -229,6 +255,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => path().prop_map(Step::Write),
         1 => path().prop_map(Step::Map),
         1 => path().prop_map(Step::Touch),
+        2 => path().prop_map(Step::Symlink),
         4 => path().prop_map(Step::Mkdir),
         3 => path().prop_map(Step::Remove),
         4 => (path(), path()).prop_map(|(from, to)| Step::Rename(from, to)),
@@ -283,6 +310,7 @@ proptest! {
                     check(&mut world, &mut tree, &mut before, false);
                 }
                 Step::Touch(_) => {}
+                Step::Symlink(path) => world.symlink(&path),
                 Step::Mkdir(path) => world.make(&path, Node::Folder(BTreeMap::new())),
                 Step::Remove(path) => world.remove(&path),
                 Step::Rename(from, to) => world.rename(&from, &to),
@@ -305,4 +333,21 @@ fn too_many_dirty_names_mark_everything() {
         dirty.mark(1, n.to_string().as_bytes(), Marks::default());
     }
     assert!(dirty.everywhere && dirty.names() == 0 && !dirty.is_clean());
+}
+
+/// Found by a random script: the new link had the inode of the old one, and came by a rename.
+#[test]
+fn link_that_reuses_the_inode_of_the_replaced_link_is_written() {
+    let mut world = World::new();
+    let mut tree = Tree::new(ROOT);
+    fill(&mut tree, &mut world);
+    let mut before = world.states();
+    world.symlink(b"a");
+    world.write(b"b", false);
+    check(&mut world, &mut tree, &mut before, false);
+    let replaced = world.find(b"a");
+    world.rename(b"b", b"a");
+    world.symlink(b"a");
+    assert_eq!(world.find(b"a"), replaced);
+    check(&mut world, &mut tree, &mut before, false);
 }
