@@ -13,6 +13,7 @@ use url::Url;
 use uuid::Uuid;
 
 use super::refusal::ApiProblem;
+pub use super::refusal::CallError;
 use svc_base::untrusted_text;
 use svc_http::client::{self, Deadlines};
 use svc_http::{problem, request_id};
@@ -20,49 +21,6 @@ use svc_http::{problem, request_id};
 const MAX_ATTEMPTS: usize = 5;
 /// A longer `Retry-After` is not waited for: the call fails.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(10);
-
-/// A failed call.
-#[derive(Debug, thiserror::Error)]
-pub enum CallError {
-    #[error(
-        "the platform at {base} cannot be reached: {why}\n  next: make sure that it is running. Check PLATFORM_PUBLIC_URL or --platform-url"
-    )]
-    Unreachable { base: Url, why: String },
-    /// The connection succeeded, but the response timed out. The request may still take effect.
-    #[error(
-        "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
-         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout sets a longer timeout"
-    )]
-    TimedOut { base: Url, seconds: u64 },
-    #[error(transparent)]
-    Refused(#[from] ApiProblem),
-    #[error("unexpected response to {what}: {why}")]
-    InvalidResponse { what: String, why: String },
-}
-
-impl CallError {
-    /// Whether a retry may succeed.
-    pub fn is_transient(&self) -> bool {
-        match self {
-            Self::Unreachable { .. } | Self::TimedOut { .. } => true,
-            Self::Refused(refusal) => refusal.is_transient(),
-            Self::InvalidResponse { .. } => false,
-        }
-    }
-
-    /// The message without the advice.
-    pub fn brief(&self) -> String {
-        let message = self.to_string();
-        message.split_once("\n  next: ").map_or(message.clone(), |(brief, _)| brief.to_owned())
-    }
-
-    fn pause(&self) -> Option<Duration> {
-        match self {
-            Self::Refused(refusal) => refusal.retry_after,
-            _ => None,
-        }
-    }
-}
 
 /// A successful response, with its unchanged body.
 #[derive(Debug)]

@@ -24,9 +24,9 @@ use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
 use self::companions::{BundleContext, Companions};
-use super::show::size;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
+use svc_base::quantity::size;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError};
 use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest, digest_line, parse_digest};

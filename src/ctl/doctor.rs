@@ -3,17 +3,17 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::anyhow;
 use jiff::{SignedDuration, Timestamp};
 
 use super::api::{ApiClient, CallError};
 use super::args::{Doctor, Global, Subject};
-use super::command::connect;
+use super::connect::connect;
 use super::local::LocalChecks;
-use super::out::{Out, print};
+use super::out::Out;
+use super::report;
+use super::show;
 use super::show::operator::WhoAmI;
-use super::show::{self, View};
-use svc_base::applet::{Exit, Failure};
+use svc_base::applet::Failure;
 use svc_base::config::platform_env_file;
 use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 
@@ -58,22 +58,7 @@ pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Out) -
             Report { subject: "platform".to_owned(), findings }
         }
     };
-    print_report(&report, Level::Problem, out)
-}
-
-/// Prints a report, and fails if a finding is at least as severe as `worst`.
-pub fn print_report(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
-    if out.json {
-        print(&format!("{}\n", report.json()))?;
-    } else {
-        print(&show::report::show(&View::of_stdout(), report))?;
-    }
-    let failed =
-        report.count(Level::Problem) + if worst == Level::Skipped { report.count(Level::Skipped) } else { 0 };
-    if failed == 0 {
-        return Ok(());
-    }
-    Err(Failure::new(Exit::Refused, anyhow!("{}: {}", report.subject, report.tally())))
+    report::print(&report, Level::Problem, out)
 }
 
 /// The checks through the platform's API.

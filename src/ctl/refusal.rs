@@ -6,8 +6,8 @@ use clap::CommandFactory;
 use http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use url::Url;
 
-use super::api::CallError;
 use super::args::Args;
 use super::show::compact;
 use svc_base::applet::{Exit, Failure};
@@ -269,6 +269,49 @@ fn advice(code: &str) -> Option<&'static str> {
         "rate_limited" | "unavailable" | "deadline_exceeded" => "try again in a moment",
         _ => return None,
     })
+}
+
+/// A failed call.
+#[derive(Debug, thiserror::Error)]
+pub enum CallError {
+    #[error(
+        "the platform at {base} cannot be reached: {why}\n  next: make sure that it is running. Check PLATFORM_PUBLIC_URL or --platform-url"
+    )]
+    Unreachable { base: Url, why: String },
+    /// The connection succeeded, but the response timed out. The request may still take effect.
+    #[error(
+        "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
+         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout sets a longer timeout"
+    )]
+    TimedOut { base: Url, seconds: u64 },
+    #[error(transparent)]
+    Refused(#[from] ApiProblem),
+    #[error("unexpected response to {what}: {why}")]
+    InvalidResponse { what: String, why: String },
+}
+
+impl CallError {
+    /// Whether a retry may succeed.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } | Self::TimedOut { .. } => true,
+            Self::Refused(refusal) => refusal.is_transient(),
+            Self::InvalidResponse { .. } => false,
+        }
+    }
+
+    /// The message without the advice.
+    pub fn brief(&self) -> String {
+        let message = self.to_string();
+        message.split_once("\n  next: ").map_or(message.clone(), |(brief, _)| brief.to_owned())
+    }
+
+    pub fn pause(&self) -> Option<Duration> {
+        match self {
+            Self::Refused(refusal) => refusal.retry_after,
+            _ => None,
+        }
+    }
 }
 
 impl From<CallError> for Failure {

@@ -24,6 +24,7 @@ pub mod pointer_repair;
 pub mod policy;
 pub mod problem;
 pub mod protection;
+pub mod recorded;
 mod resign;
 pub mod role_facts;
 pub mod snapshot;

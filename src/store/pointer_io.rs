@@ -14,7 +14,7 @@ use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::SlotPrefix;
 use super::pointer::{self, Fence, Fenced, Pointer};
 use super::pointer_log::newest_entry;
-use super::snapshot::Recorded;
+use super::recorded::Recorded;
 use svc_machine::epoch::MAX_EPOCH;
 
 /// Maximum attempts of a write with concurrent writers.

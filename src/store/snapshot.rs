@@ -12,6 +12,7 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
+use super::recorded::Recorded;
 use super::role_facts::RoleFacts;
 use super::{bounded_list, bundle};
 use svc_base::clock;
@@ -128,16 +129,6 @@ pub struct TableCount {
     pub rows: u64,
 }
 
-/// A snapshot with a complete object and a side record: only such a snapshot may be in the pointer.
-#[derive(Debug, Clone)]
-pub struct Recorded(SnapshotRef);
-
-impl Recorded {
-    pub fn named(&self) -> &SnapshotRef {
-        &self.0
-    }
-}
-
 /// Writes the side record of a complete, verified object; `etag` is the object's. A side record is written only once.
 ///
 /// # Errors
@@ -163,7 +154,7 @@ pub async fn record(
         }
         Err(error) => return Err(error),
     }
-    Ok(Recorded(SnapshotRef { etag, ..side.named() }))
+    Ok(Recorded::new(SnapshotRef { etag, ..side.named() }))
 }
 
 /// An already recorded snapshot, after a check that object and side record exist and agree in size.
@@ -177,7 +168,7 @@ pub async fn recorded(
 ) -> Result<(SideRecord, Recorded), SnapshotUnusable> {
     let side = by_key(bucket, slot, key).await?;
     let named = side.named();
-    Ok((side, Recorded(named)))
+    Ok((side, Recorded::new(named)))
 }
 
 /// The reason why there is no snapshot to restore.

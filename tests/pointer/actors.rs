@@ -13,7 +13,8 @@ use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
-use svc::store::snapshot::{self, Recorded, SideRecord, SnapshotUnusable};
+use svc::store::recorded::Recorded;
+use svc::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use tokio::sync::watch;
 
 use super::history::History;

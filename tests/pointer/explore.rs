@@ -7,7 +7,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use kit::long::Figures;
 use svc::machine::epoch::Epoch;
-use svc::store::snapshot::Recorded;
+use svc::store::recorded::Recorded;
 use svc::store::{Bucket, snapshot};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;

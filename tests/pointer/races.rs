@@ -13,7 +13,7 @@ use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 use svc::store::pointer::{Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError};
-use svc::store::snapshot::Recorded;
+use svc::store::recorded::Recorded;
 use svc::store::{Bucket, parallel_probe, snapshot};
 
 use super::actors::{machine, side_record};

@@ -11,10 +11,10 @@ use sha2::{Digest, Sha256};
 use crate::api::{ApiClient, CallError};
 use crate::progress::Progress;
 use crate::show::backup::{Backup, Backups};
-use crate::show::size;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::FileError;
 use svc_base::partial::Partial;
+use svc_base::quantity::size;
 use svc_store::key::SnapshotCursor;
 
 /// Maximum attempts without a new byte.

@@ -15,24 +15,17 @@ mod risk;
 mod slot;
 mod usage;
 
-use std::path::Path;
-use std::time::Duration;
-
 use clap::CommandFactory;
-use secrecy::SecretString;
 use serde_json::json;
-use url::Url;
 
 use super::api::ApiClient;
-use super::args::{Args, BundleCommand, Command, Global};
+use super::args::{Args, BundleCommand, Command};
+use super::connect::{connect, open_store};
 use super::local::LocalChecks;
 use super::out::{Out, print};
 use super::show::{self, View};
 use super::{bundle, doctor, rollout};
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::config::Env;
-use svc_store::bucket::Bucket;
-use svc_store::config::StoreConfig;
 
 pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
     let out = Out { json: args.global.json };
@@ -120,54 +113,4 @@ async fn bundle_keys(api: &ApiClient, out: &Out) -> Result<(), Failure> {
     }
     let keys = serde_json::from_value(keys).or_exit(Exit::Internal)?;
     print(&show::bundle_keys::show(&View::of_stdout(), &keys))
-}
-
-fn open_store() -> Result<Bucket, Failure> {
-    let mut env = Env::from_process();
-    let store = StoreConfig::read(&mut env);
-    Ok(env.finish(store)?.open()?)
-}
-
-pub(super) fn connect(global: &Global) -> Result<ApiClient, Failure> {
-    let mut env = Env::from_process();
-    let base = match &global.platform_url {
-        Some(url) => Some(url.clone()),
-        None => env.required::<Url>("PLATFORM_PUBLIC_URL"),
-    };
-    if base.as_ref().is_some_and(|base| !is_private(base)) {
-        env.mistake(
-            "PLATFORM_PUBLIC_URL",
-            "must be https (plain http only to this machine): it carries the secret",
-        );
-    }
-    let secret = match &global.secret_file {
-        Some(file) => secret_from(&mut env, "--secret-file", file),
-        None => env.required_secret("PLATFORM_SECRET"),
-    };
-    let (base, secret) = env.finish(base.zip(secret))?;
-    Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
-}
-
-pub(super) fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {
-    match std::fs::read_to_string(file) {
-        Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
-        Ok(_) => {
-            env.mistake(flag, "the file is empty");
-            None
-        }
-        Err(error) => {
-            env.mistake(flag, format!("{}: {error}", file.display()));
-            None
-        }
-    }
-}
-
-pub(super) fn is_private(base: &Url) -> bool {
-    let here = match base.host() {
-        Some(url::Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),
-        Some(url::Host::Ipv4(ip)) => ip.is_loopback(),
-        Some(url::Host::Ipv6(ip)) => ip.is_loopback(),
-        None => false,
-    };
-    base.scheme() == "https" || (base.scheme() == "http" && here)
 }

@@ -8,10 +8,10 @@ mod site;
 use std::time::Duration;
 
 use super::args::VerifyRollout;
-use super::command::{is_private, secret_from};
-use super::doctor;
+use super::connect::{is_private, secret_from};
 use super::local::LocalChecks;
 use super::out::Out;
+use super::report;
 use site::Site;
 use svc_base::applet::Failure;
 use svc_base::config::Env;
@@ -46,7 +46,7 @@ pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(
         Check::new("icons", CHECK_TIMEOUT, api::icons(site)),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
-    doctor::print_report(&Report { subject: "rollout".to_owned(), findings }, worst, out)
+    report::print(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 
 fn site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure> {

@@ -2,6 +2,8 @@
 
 use jiff::Timestamp;
 
+pub use svc_base::quantity::size;
+
 const MINUTE: i64 = 60;
 const HOUR: i64 = 60 * MINUTE;
 const DAY: i64 = 24 * HOUR;
@@ -39,20 +41,6 @@ pub fn seconds(from: &str, to: &str) -> Option<f64> {
     Some(to.duration_since(from).as_secs_f64())
 }
 
-/// `1.2 MiB`.
-pub fn size(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let (mut value, mut unit) = (bytes as f64 / 1024.0, 0);
-    while value >= 1023.95 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    format!("{value:.1} {}", UNITS[unit])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -73,14 +61,5 @@ mod tests {
             assert_eq!(ago(now, at), expected, "{at}");
         }
         assert_eq!(when(now, "2026-01-01T23:59:00.500Z"), "2026-01-01 23:59:00 UTC, 60 s ago");
-    }
-
-    #[test]
-    fn size_has_one_decimal_and_binary_units() {
-        for (bytes, expected) in
-            [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 30, "5.0 GiB")]
-        {
-            assert_eq!(size(bytes), expected);
-        }
     }
 }

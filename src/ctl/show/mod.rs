@@ -29,8 +29,6 @@ use serde_json::Value;
 
 use svc_base::untrusted_text::one_line;
 
-pub use self::human::size;
-
 /// The parameters of a text view.
 #[derive(Debug, Clone, Copy)]
 pub struct View {

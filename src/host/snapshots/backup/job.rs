@@ -34,7 +34,8 @@ use svc_store::StoreError;
 use svc_store::key;
 use svc_store::pointer::{Fenced, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::snapshot::{self as stored, DatabaseIdentity, Recorded, SideRecord};
+use svc_store::recorded::Recorded;
+use svc_store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
 use svc_store::upload::{PartLayout, Upload, UploadError};
 
 /// Fail points of a run.
