@@ -6,7 +6,9 @@ pub mod epoch;
 pub mod event;
 pub mod id;
 pub mod name;
+pub mod operation;
 pub mod plan;
+pub mod rollout;
 pub mod state;
 pub mod transition;
 

@@ -4,6 +4,7 @@
 
 mod connections;
 mod keys;
+mod router;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,17 +14,18 @@ use secrecy::{ExposeSecret, SecretString};
 use url::Url;
 
 use super::db;
+use super::db::kept_servers::ServerRetention;
 use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
 use super::platform_key::PlatformKeys;
 use super::rates::RateConfig;
-use super::router::RouterConfig;
 use super::token_rotation::TokenTiming;
 use svc_base::config::{ConfigError, Env, Flag};
 use svc_machine::name::{ImageVersion, Location, ServerType};
 use svc_store::config::StoreConfig;
 
 pub use self::connections::Connections;
+pub use self::router::{HostAndPort, RouterConfig};
 
 /// All settings of `svc-platform`.
 pub struct PlatformConfig {
@@ -128,6 +130,17 @@ pub struct Timing {
     pub keys: KeyTiming,
     pub tokens: TokenTiming,
     pub retention: Retention,
+}
+
+impl Timing {
+    /// Retention of the servers of machines that left their slots.
+    pub fn server_retention(&self) -> ServerRetention {
+        ServerRetention {
+            replaced: self.predecessor_keep,
+            deleted: self.delete_grace,
+            unregistered: self.server_silence,
+        }
+    }
 }
 
 /// Retention of rows that are no longer needed.

@@ -13,7 +13,7 @@ use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
 use super::rates::ApiRates;
-use super::router::Freshness;
+use super::route_freshness::Freshness;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
 use svc_provider::Provider;

@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::config::Timing;
-use super::db::kept_servers::{KeptServerRow, ServerRetention};
+use super::db::kept_servers::KeptServerRow;
 use super::db::machine_row::MachineRow;
 use super::db::{self, DbError};
 use svc_base::clock::rfc3339_ms;
@@ -67,7 +67,7 @@ pub async fn of_slot(
     let holder = last.map(|one| (one.id, one.epoch));
     let unrestored = last.and_then(|one| one.unrestored_snapshot.clone());
     Ok(Copies {
-        kept: db::kept_servers::of_slot(client, user, slot, &ServerRetention::of(timing)).await?,
+        kept: db::kept_servers::of_slot(client, user, slot, &timing.server_retention()).await?,
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|one| {
             // A machine whose server is gone holds no data.

@@ -18,7 +18,7 @@ use super::config::KeyTiming;
 use super::db::keys::{APP, Acknowledged, KeyDistribution, PROOF, UnacknowledgedHosts};
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
-use super::router::MAX_SIGNED_LIFETIME;
+use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
 use svc_http::problem::chain;
 
 const MAX_INTERVAL: Duration = Duration::from_secs(10);

@@ -10,12 +10,12 @@ use deadpool_postgres::Transaction;
 use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
 use super::db::machine_row::{Failure, MachineKind, MachineRow};
 use super::db::{self, DbError};
-use super::operations::{OperationKind, OperationOptions};
 use super::tokens::{Generation, Purpose, TokenMint};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Effect, Event, RestoreMode};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::operation::{OperationKind, OperationOptions};
 use svc_machine::state::{State, Status};
 use svc_machine::transition::{Outcome, Refusal, transition};
 

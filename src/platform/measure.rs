@@ -1,50 +1,27 @@
-//! Collects the platform's metrics: ends of operations and steps as they happen and, when `/metrics` is read, the
-//! whole installation from the database.
+//! Collects the metrics of the whole installation from the database when `/metrics` is read.
 //!
 //! Invariant: an unavailable database costs the metrics of the installation, never the scrape.
 
 use std::time::Duration;
 
 use deadpool_postgres::Status;
-use jiff::Timestamp;
 use serde_json::Value;
 
 use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
-use super::operations::step::{StepError, StepOutcome};
-use super::operations::{OperationKind, Step, vocabulary};
+use super::operations::vocabulary;
 use super::{ended_machines, fleet};
 use svc_base::metrics::{
     ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
-    OPERATION_DURATION, OPERATION_STEP_DURATION, OPERATION_STEPS, OPERATIONS, OPERATIONS_IN_PROGRESS,
-    OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
+    OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING,
+    PROVIDER_BUDGET, label,
 };
 use svc_http::problem::chain;
+use svc_machine::operation::OperationKind;
 
 /// A scraper's timeout is about ten seconds.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);
-
-/// Counts an operation that has just ended.
-pub fn record_operation(kind: &str, outcome: &str, since: Timestamp) {
-    let kind = label(kind);
-    OPERATIONS.add_one([kind, label(outcome)]);
-    let took = Timestamp::now().duration_since(since);
-    OPERATION_DURATION.record([kind], Duration::try_from(took).unwrap_or_default());
-}
-
-/// Counts one run of a step.
-pub fn record_step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
-    let outcome = match end {
-        Ok(StepOutcome::Done { .. } | StepOutcome::End { .. }) => "done",
-        Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::Ask(_)) => "waiting",
-        Ok(StepOutcome::Abandon { .. } | StepOutcome::Fail { .. })
-        | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
-        Err(StepError::Lost) => "lost",
-    };
-    OPERATION_STEPS.add_one([kind.as_str(), step.as_str(), outcome]);
-    OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], took);
-}
 
 /// Collects the metrics that are only read on a scrape.
 pub async fn collect(platform: &Platform) {

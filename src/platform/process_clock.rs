@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use tokio_util::sync::CancellationToken;
 
-use super::context::Platform;
 use super::db::{self, Db};
 use svc_base::metrics::CLOCK_SKEW;
 use svc_http::problem::chain;
@@ -83,13 +83,13 @@ fn skew_ms(before: Timestamp, round_trip: Duration, database_time: Timestamp) ->
 }
 
 /// Compares the clocks until `stop`.
-pub async fn run(platform: Arc<Platform>) {
+pub async fn run(clock: Arc<ProcessClock>, db: Db, stop: CancellationToken) {
     loop {
         tokio::select! {
-            () = platform.stop.cancelled() => return,
+            () = stop.cancelled() => return,
             () = tokio::time::sleep(COMPARE_INTERVAL) => {}
         }
-        platform.clock.compare(&platform.db).await;
+        clock.compare(&db).await;
     }
 }
 

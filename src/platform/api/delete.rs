@@ -22,7 +22,6 @@ use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, Change, EventContext};
-use crate::operations::OperationOptions;
 use axum::routing::delete as delete_route;
 use svc_base::clock::rfc3339_ms;
 use svc_http::fields::Fields;
@@ -33,6 +32,7 @@ use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::{MachineId, OperationId};
+use svc_machine::operation::OperationOptions;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

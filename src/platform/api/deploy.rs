@@ -20,7 +20,6 @@ use super::problems;
 use crate::context::Platform;
 use crate::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
 use crate::db::{self};
-use crate::rollouts::plan;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
     DocumentedResponse, Operation, Parameter, ParameterLocation, array, fields, named, object, uuid,
@@ -29,6 +28,7 @@ use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::RolloutId;
 use svc_machine::name::{Handle, ImageVersion};
+use svc_machine::rollout;
 use svc_store::bundle::{self, BundleUnusable};
 
 const MAX_COUNT: u64 = 1000;
@@ -120,7 +120,7 @@ async fn create_rollout(
         }
     }
     let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
-    let batches = plan::batches(reachable.len(), count(request.canary), count(request.batch_size));
+    let batches = rollout::batches(reachable.len(), count(request.canary), count(request.batch_size));
     let machines: Vec<_> = reachable.iter().map(|(id, _)| *id).zip(batches).collect();
     let whole = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
     let new = NewRollout {

@@ -16,12 +16,12 @@ use super::shape;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_changes};
-use crate::operations::OperationKind;
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{Operation, boolean, fields};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::{MachineId, OperationId};
+use svc_machine::operation::OperationKind;
 
 /// Whether data that no snapshot contains may be lost.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -21,13 +21,14 @@ use crate::db::operations::OperationRow;
 use crate::db::{self, machine_changes};
 use crate::lifecycle::{self, EventContext};
 use crate::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
-use crate::operations::{OperationKind, OperationOptions, Step, later_holder};
+use crate::operations::later_holder;
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, fields, matching, named, uuid};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::OperationId;
+use svc_machine::operation::{OperationKind, OperationOptions, Step};
 use svc_store::key::{SlotPrefix, SnapshotKey};
 use svc_store::snapshot;
 

@@ -21,11 +21,11 @@ use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
-use crate::operations::{OperationKind, OperationOptions};
 use svc_http::openapi::{Operation, fields, nullable, object, one_of, uuid};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::{MachineId, OperationId};
+use svc_machine::operation::{OperationKind, OperationOptions};
 use svc_machine::state::Status;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,12 +4,12 @@ use serde_json::{Value, json};
 
 use crate::config::MAX_FALLBACK_LOCATIONS;
 use crate::db::rollouts::RolloutState;
-use crate::rollouts::plan::MemberState;
 use svc_http::openapi::{
     any_text, array, boolean, count, fields, matching, named, nullable, object, one_of, text, time, uuid,
 };
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::plan::Plan;
+use svc_machine::rollout::MemberState;
 use svc_machine::state::{FailureCause, Status};
 
 pub fn status() -> Value {

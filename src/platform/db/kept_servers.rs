@@ -9,7 +9,6 @@ use jiff::Timestamp;
 use tokio_postgres::Row;
 
 use super::{DbError, Params, rows};
-use crate::config::Timing;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
@@ -24,16 +23,6 @@ pub struct ServerRetention {
     /// For machines that never registered: a host that this database has forgotten sends a heartbeat within this
     /// time.
     pub unregistered: Duration,
-}
-
-impl ServerRetention {
-    pub fn of(timing: &Timing) -> Self {
-        Self {
-            replaced: timing.predecessor_keep,
-            deleted: timing.delete_grace,
-            unregistered: timing.server_silence,
-        }
-    }
 }
 
 /// The server of a machine that left its slot, which may hold data.

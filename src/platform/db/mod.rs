@@ -18,6 +18,7 @@ pub mod machine_server;
 pub mod machines;
 pub mod migrate;
 pub mod operation_log;
+pub mod operation_metrics;
 pub mod operations;
 pub mod operators;
 pub mod platform_keys;

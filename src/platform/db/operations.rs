@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 use uuid::Uuid;
 
+use super::operation_metrics;
 use super::{DbError, execute, row, rows};
-use crate::measure;
-use crate::operations::{OperationKind, OperationOptions};
 use svc_base::clock::rfc3339_ms;
 use svc_http::request_id;
 use svc_machine::id::{MachineId, OperationId};
+use svc_machine::operation::{OperationKind, OperationOptions};
 
 #[derive(Debug, Clone)]
 pub struct OperationRow {
@@ -182,7 +182,7 @@ pub async fn end_running(
                question = NULL \
                WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step, kind, created_at";
     for ended in rows(tx, sql, &[&machine.0, &state, &error_code]).await? {
-        measure::record_operation(ended.get(2), state, ended.get(3));
+        operation_metrics::record_end(ended.get(2), state, ended.get(3));
         log(tx, OperationId(ended.get(0)), ended.get(1), state, error_code).await?;
     }
     Ok(())
@@ -201,7 +201,7 @@ pub async fn end(
     let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now(), \
                question = NULL WHERE operation_id = $1 AND state = 'running' RETURNING step, kind, created_at";
     if let Some(ended) = row(tx, sql, &[&id.0, &state, &error_code]).await? {
-        measure::record_operation(ended.get(1), state, ended.get(2));
+        operation_metrics::record_end(ended.get(1), state, ended.get(2));
         log(tx, id, ended.get(0), state, error_code).await?;
     }
     Ok(())

@@ -12,12 +12,12 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
-use crate::rollouts::plan::{Member, MemberState};
 use crate::rollouts::totals;
 use svc_base::clock::rfc3339_ms;
 use svc_http::request_id;
 use svc_machine::id::{MachineId, RolloutId};
 use svc_machine::name::{Handle, ImageVersion};
+use svc_machine::rollout::{Member, MemberState};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RolloutState {

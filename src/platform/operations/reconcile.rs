@@ -13,7 +13,6 @@ use super::{OperationKind, OperationOptions};
 use super::{inventory, leased, retention, vocabulary};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
-use crate::db::kept_servers::ServerRetention;
 use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, EventContext, LifecycleError};
@@ -211,7 +210,7 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     if db::unknown_servers::is_any_held(&tx).await? {
         return Ok(());
     }
-    let retention = ServerRetention::of(&platform.config.timing);
+    let retention = platform.config.timing.server_retention();
     let found = db::kept_servers::removable(&tx, &retention).await?;
     for machine in &found {
         db::operations::file(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default()).await?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::context::Platform;
 use crate::db;
 use crate::db::retention::{Expiring, ExpiringTable};
-use crate::router::SIGN_OUT_TTL;
+use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.

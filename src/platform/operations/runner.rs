@@ -19,8 +19,7 @@ use crate::alarms;
 use crate::context::Platform;
 use crate::db::operation_log::RETRY;
 use crate::db::operations::{Advance, OperationRow};
-use crate::db::{self, DbError, machine_changes, machine_server};
-use crate::measure;
+use crate::db::{self, DbError, machine_changes, machine_server, operation_metrics};
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::chain;
 use svc_http::request_id;
@@ -60,7 +59,7 @@ pub async fn one_step(
         outcome = work => outcome,
         () = lease_lost(&held) => Err(StepError::Lost),
     };
-    measure::record_step(kind, step, &outcome, start.elapsed());
+    step::record_step(kind, step, &outcome, start.elapsed());
     match outcome {
         Ok(StepOutcome::Done { note, record }) => finish_step(&held, step, note.as_deref(), record).await,
         Ok(StepOutcome::Abandon { why }) => abandon(&held, why).await.map(Some),
@@ -416,7 +415,7 @@ async fn end_operation(
     db::commit(tx).await?;
     // The reconciler handles follow-up work, such as a server whose retention has ended, at once.
     held.platform.reconcile.notify_one();
-    measure::record_operation(held.kind.as_str(), "succeeded", held.operation.created_at);
+    operation_metrics::record_end(held.kind.as_str(), "succeeded", held.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
 }

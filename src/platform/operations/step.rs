@@ -16,6 +16,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
 use crate::keys::KeyError;
 use svc_base::failpoint::Injected;
+use svc_base::metrics::{OPERATION_STEP_DURATION, OPERATION_STEPS};
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{ErrorKind, ProviderError};
@@ -260,4 +261,17 @@ async fn await_registration(held: &HeldOperation<'_>) -> Result<StepOutcome, Ste
     }
     let next_check = create::check_actions(held, machine.id).await?;
     Ok(StepOutcome::wait(left.min(next_check.unwrap_or(Duration::from_secs(30)))))
+}
+
+/// Counts one run of a step.
+pub fn record_step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
+    let outcome = match end {
+        Ok(StepOutcome::Done { .. } | StepOutcome::End { .. }) => "done",
+        Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::Ask(_)) => "waiting",
+        Ok(StepOutcome::Abandon { .. } | StepOutcome::Fail { .. })
+        | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
+        Err(StepError::Lost) => "lost",
+    };
+    OPERATION_STEPS.add_one([kind.as_str(), step.as_str(), outcome]);
+    OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], took);
 }

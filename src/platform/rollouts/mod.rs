@@ -1,11 +1,9 @@
-//! Rollouts of a release over many machines: [`plan`] decides the next effects, one transaction writes them, and only
+//! Rollouts of a release over many machines: [`svc_machine::rollout`] decides the next effects, one transaction writes them, and only
 //! then are hosts notified.
 //!
 //! Any process may take the next step of a rollout, one at a time. One notification per host is enough, since its
 //! next heartbeat delivers the same request. Both carry the request that created the rollout: a host never retries a
 //! failed request, but a later rollout of the same release is a new one.
-
-pub mod plan;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +11,6 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use serde_json::json;
 
-use self::plan::{Effect, MemberState, RolloutPace};
 use super::context::Platform;
 use super::db::rollouts::{self, RolloutRow, RolloutState, UpdateTimeouts};
 use super::db::{self, audit};
@@ -23,6 +20,7 @@ use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 use svc_http::problem::chain;
 use svc_http::request_id;
 use svc_machine::id::MachineId;
+use svc_machine::rollout::{self, Effect, MemberState, RolloutPace};
 
 /// Fail points of a step.
 pub const POINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
@@ -69,7 +67,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
     let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
-    let effects = plan::next(pace, max_failures, &members);
+    let effects = rollout::next(pace, max_failures, &members);
     let has_effects = !effects.is_empty();
     if has_effects {
         failpoint::pass("rollouts.decided")?;

@@ -12,9 +12,10 @@ use http::{StatusCode, Uri};
 use super::cookie::RouterCookie;
 use super::identity::Identity;
 use super::serve::{RequestContext, redirect, session_problem};
-use super::session::{LIFETIME_SECONDS, sha256};
+use super::session::sha256;
 use super::{RouterState, page, sign_in};
 use crate::api::call::ApiCall;
+use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::problem::Problem;
 use svc_machine::name::IdpUserId;
 
@@ -85,13 +86,13 @@ pub(super) async fn choose(
         AccountChoice::Session => RouterCookie::KeptAccount.set_cookie(
             &decision_mark(&session.user, &subject.user),
             context.scheme,
-            LIFETIME_SECONDS,
+            SESSION_SECONDS,
         ),
         AccountChoice::Provider => {
             let opened = router.sessions.open(context.host, &subject.user, None).await;
             let (token, _) = opened.map_err(|error| session_problem(&error))?;
             router.sessions.revoke(session).await.map_err(|error| session_problem(&error))?;
-            RouterCookie::Session(context.host).set_cookie(&token, context.scheme, LIFETIME_SECONDS)
+            RouterCookie::Session(context.host).set_cookie(&token, context.scheme, SESSION_SECONDS)
         }
     };
     response.headers_mut().append(SET_COOKIE, set_cookie);

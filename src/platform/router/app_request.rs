@@ -20,9 +20,9 @@ use super::app_token::{self, AppClaims};
 use super::directory::MachineLookup;
 use super::identity::bearer;
 use super::page::UnavailableReason;
-use super::public_host::PublicHost;
 use super::serve::{Caller, RequestContext, rate_limited};
 use super::{RouterState, builtin, frame, origin};
+use crate::public_host::PublicHost;
 use svc_http::problem::{Code, Problem};
 use svc_http::proof::ProofError;
 

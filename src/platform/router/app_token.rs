@@ -3,11 +3,10 @@
 //! A token is valid for one hour, for one app on one machine of one user. A dedicated key signs app tokens, so a token
 //! cannot be used as a proof, or a proof as a token. Invariant: a token never reaches another machine or app.
 
-use std::time::Duration;
-
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::signed_lifetimes::APP_TOKEN_SECONDS;
 use svc_http::proof::{LEEWAY_SECONDS, ProofError, ProofKeys, Signer};
 use svc_machine::id::MachineId;
 use svc_machine::name::IdpUserId;
@@ -15,9 +14,6 @@ use svc_machine::name::IdpUserId;
 /// Distinguishes app tokens from the identity provider's tokens.
 const PREFIX: &str = "svca_";
 const ISSUER: &str = "svc-app-token";
-pub(super) const LIFETIME_SECONDS: i64 = 3600;
-/// Maximum age of a token that any router accepts.
-pub const MAX_LIFETIME: Duration = Duration::from_secs((LIFETIME_SECONDS + LEEWAY_SECONDS) as u64);
 const MAX_TOKEN_BYTES: usize = 2048;
 const MAX_SLUG_BYTES: usize = 41;
 
@@ -52,7 +48,7 @@ pub(super) fn mint(
     now: Timestamp,
 ) -> MintedToken {
     let iat = now.as_second();
-    let exp = iat + LIFETIME_SECONDS;
+    let exp = iat + APP_TOKEN_SECONDS;
     let claims = AppClaims {
         iss: ISSUER.to_owned(),
         sub: user.clone(),
@@ -75,7 +71,7 @@ pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<Ap
     let jwt =
         token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES).ok_or(ProofError::Malformed)?;
     let claims: AppClaims = serde_json::from_slice(&keys.open(jwt)?).map_err(|_| ProofError::Malformed)?;
-    if claims.iss != ISSUER || claims.exp - claims.iat > LIFETIME_SECONDS || !is_slug(&claims.app) {
+    if claims.iss != ISSUER || claims.exp - claims.iat > APP_TOKEN_SECONDS || !is_slug(&claims.app) {
         return Err(ProofError::Malformed);
     }
     let now = now.as_second();
@@ -111,7 +107,7 @@ mod tests {
         assert!(is_app_token(&minted.token));
         let claims = verify(&keys, &minted.token, now).unwrap();
         assert_eq!((claims.sub, claims.aud, &*claims.app), (user.clone(), machine, "notes"));
-        let late = now + SignedDuration::from_secs(LIFETIME_SECONDS + LEEWAY_SECONDS + 1);
+        let late = now + SignedDuration::from_secs(APP_TOKEN_SECONDS + LEEWAY_SECONDS + 1);
         assert_eq!(verify(&keys, &minted.token, late), Err(ProofError::Stale));
         let forged = mint(&other, &user, machine, "notes", 0, now);
         assert_eq!(verify(&keys, &forged.token, now), Err(ProofError::BadSignature));
@@ -135,7 +131,7 @@ mod tests {
         assert!(verify(&keys, &sign(&good()), now).is_ok());
         for bad in [
             AppClaims { iss: svc_http::proof::ISSUER.to_owned(), ..good() },
-            AppClaims { exp: now.as_second() + LIFETIME_SECONDS + 1, ..good() },
+            AppClaims { exp: now.as_second() + APP_TOKEN_SECONDS + 1, ..good() },
             AppClaims { app: "a/b".to_owned(), ..good() },
             AppClaims { app: String::new(), ..good() },
         ] {

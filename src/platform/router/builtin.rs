@@ -14,11 +14,11 @@ use super::cookie::RouterCookie;
 use super::directory::MachineLookup;
 use super::identity::Identity;
 use super::page::{self, UnavailableReason};
-use super::public_host::PublicHost;
 use super::serve::{RequestContext, redirect, session_problem};
-use super::session::LIFETIME_SECONDS;
 use super::{RouterState, account, app_token, sign_in};
 use crate::api::call::{self, ApiCall};
+use crate::public_host::PublicHost;
+use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::Slot;
@@ -179,7 +179,7 @@ async fn choose_slot(
                 set_cookie = Some(RouterCookie::Session(context.host).set_cookie(
                     &token,
                     context.scheme,
-                    LIFETIME_SECONDS,
+                    SESSION_SECONDS,
                 ));
                 true
             })

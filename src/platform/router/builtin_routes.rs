@@ -4,8 +4,8 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::builtin::{BuiltinAction, BuiltinRoute};
-use super::public_host::PublicHost;
 use super::{account, sign_in};
+use crate::public_host::PublicHost;
 use svc_http::openapi::{
     Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
     array, boolean, count, fields, matching, named, object, one_of, text, uuid,

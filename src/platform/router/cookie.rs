@@ -6,7 +6,7 @@
 use http::header::{COOKIE, HeaderMap, SET_COOKIE};
 use http::{HeaderName, HeaderValue};
 
-use super::public_host::PublicHost;
+use crate::public_host::PublicHost;
 
 /// The identity provider's session cookie.
 const IDP: &str = "__session";

@@ -11,8 +11,8 @@ use svc_http::tls::ChainCheck;
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 
-use super::freshness::Freshness;
 use super::machine::{Machine, MachineRecord, Upstream};
+use crate::route_freshness::Freshness;
 
 pub(super) struct Directory {
     check: ChainCheck,

@@ -8,17 +8,14 @@ mod app_request;
 pub(super) mod app_token;
 mod builtin;
 mod builtin_routes;
-pub mod config;
 mod cookie;
 mod directory;
 mod frame;
-mod freshness;
 mod headers;
 mod identity;
 mod machine;
 mod origin;
 mod page;
-mod public_host;
 mod serve;
 mod session;
 mod session_token;
@@ -27,7 +24,6 @@ mod sign_outs;
 mod watch;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::Context;
 use axum::Router;
@@ -37,18 +33,14 @@ use tokio_util::sync::CancellationToken;
 
 pub use builtin::{BuiltinRoute, ROUTES};
 pub use builtin_routes::{openapi_servers, own_slot_schema};
-pub use config::RouterConfig;
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
-pub use freshness::{Freshness, RoutesState};
-pub use sign_outs::SIGN_OUT_TTL;
 
 const USER_BURST_SECONDS: u32 = 2;
 
-/// Maximum lifetime of an app token or a session cookie, which the same key signs.
-pub const MAX_SIGNED_LIFETIME: Duration = Duration::from_secs(session::LIFETIME_SECONDS);
-
+use crate::config::RouterConfig;
 use crate::keys::SigningSet;
+use crate::route_freshness::Freshness;
 use directory::Directory;
 use identity::Authenticator;
 use session::Sessions;

@@ -19,9 +19,10 @@ use super::headers::{ForwardHeaders, prepare_headers};
 use super::identity::{AuthError, Identity};
 use super::machine::{Machine, Upstream};
 use super::page::{self, UnavailableReason};
-use super::public_host::PublicHost;
-use super::session::{LIFETIME_SECONDS, SessionError};
+use super::session::SessionError;
 use super::{RouterState, account, app_request, app_token, builtin, cookie, frame, origin, sign_in};
+use crate::public_host::PublicHost;
+use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_base::metrics::UPSTREAM_FAILURES;
 use svc_http::problem::{Code, Problem, chain};
 use svc_http::proof::{LEEWAY_SECONDS, Route};
@@ -182,7 +183,7 @@ impl RouterState {
     async fn open_session(&self, context: &RequestContext, identity: &Identity) -> Option<HeaderValue> {
         match self.sessions.open(context.host, identity.user(), None).await {
             Ok((token, _)) => {
-                Some(RouterCookie::Session(context.host).set_cookie(&token, context.scheme, LIFETIME_SECONDS))
+                Some(RouterCookie::Session(context.host).set_cookie(&token, context.scheme, SESSION_SECONDS))
             }
             Err(error) => {
                 tracing::warn!(error = %chain(&error), "cannot open a session");
@@ -292,7 +293,7 @@ impl RouterState {
             Caller::Owner(Identity::Bearer(_), _) => return None,
             // The lifetime of a session that is opened now.
             Caller::Owner(Identity::Cookie(subject), _) => {
-                (&subject.user, now.as_second() + LIFETIME_SECONDS.cast_signed())
+                (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
             }
             Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
                 (&session.user, session.expires_at.as_second())

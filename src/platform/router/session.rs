@@ -17,15 +17,15 @@ use tokio::sync::watch;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
-use super::freshness::{Freshness, RoutesState};
-use super::public_host::PublicHost;
 use super::session_token;
 use crate::keys::SigningSet;
+use crate::public_host::PublicHost;
+use crate::route_freshness::{Freshness, RoutesState};
+use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_base::metrics::SESSIONS_OPENED;
 use svc_http::rate::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
-pub(super) const LIFETIME_SECONDS: u64 = 12 * 3600;
 const CODE_LIFETIME_SECONDS: i32 = 60;
 /// TTL of the cache entry of an unknown cookie.
 const UNKNOWN_TTL: Duration = Duration::from_secs(5);
@@ -173,7 +173,7 @@ impl Sessions {
              WHERE (given.hash IS NULL OR parent.revoked_at IS NULL AND parent.expires_at > now()) AND NOT EXISTS \
              (SELECT 1 FROM sign_outs WHERE idp_user_id = $3 AND generation > $7) RETURNING {COLUMNS}"
         );
-        let lifetime = LIFETIME_SECONDS as f64;
+        let lifetime = SESSION_SECONDS as f64;
         let slot = slot.map(Slot::as_str);
         let parent = origin.parent.as_ref().map(TokenHash::as_slice);
         let values: [&(dyn ToSql + Sync); 7] =

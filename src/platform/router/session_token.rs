@@ -5,8 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::public_host::PublicHost;
 use super::session::{SessionError, random_token};
+use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
 
 /// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on it, too.

@@ -13,10 +13,11 @@ use url::form_urlencoded;
 use super::RouterState;
 use super::account;
 use super::cookie::RouterCookie;
-use super::public_host::PublicHost;
 use super::serve::{RequestContext, redirect, session_problem};
-use super::session::{LIFETIME_SECONDS, SessionGrant, SessionOrigin, random_token};
+use super::session::{SessionGrant, SessionOrigin, random_token};
 use crate::api::call::ApiCall;
+use crate::public_host::PublicHost;
+use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::problem::{Code, Problem};
 
 /// On `APP_HOST`: issues a code for the browser that holds `state` on `CODE_HOST`.
@@ -124,8 +125,7 @@ pub(super) async fn redeem_code(
     let (token, _) = opened.map_err(|error| session_problem(&error))?;
     let mut response = redirect(StatusCode::FOUND, &grant.return_to);
     let headers = response.headers_mut();
-    let session =
-        RouterCookie::Session(PublicHost::Code).set_cookie(&token, context.scheme, LIFETIME_SECONDS);
+    let session = RouterCookie::Session(PublicHost::Code).set_cookie(&token, context.scheme, SESSION_SECONDS);
     headers.append(SET_COOKIE, session);
     headers.append(SET_COOKIE, RouterCookie::State.clear(context.scheme));
     Ok(response)

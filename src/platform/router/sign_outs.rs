@@ -10,11 +10,9 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use super::app_token;
+use crate::signed_lifetimes::{MAX_APP_TOKEN_LIFETIME, SIGN_OUT_TTL};
 use svc_machine::name::IdpUserId;
 
-/// Longer than the lifetime of app tokens, with a margin for clock skew.
-pub const SIGN_OUT_TTL: Duration = app_token::MAX_LIFETIME.saturating_mul(2);
 /// Minimum number of users at which a map is swept.
 const MIN_SWEEP: usize = 1024;
 
@@ -62,7 +60,7 @@ impl SignOuts {
     /// The minimum generation of this user's valid tokens. A sign-out that is older than any valid token is not enforced,
     /// because a process that started later may not have loaded it and would issue lower generations.
     pub(super) fn required(&self, user: &IdpUserId) -> i64 {
-        self.newer_than(user, app_token::MAX_LIFETIME)
+        self.newer_than(user, MAX_APP_TOKEN_LIFETIME)
     }
 
     fn newer_than(&self, user: &IdpUserId, age: Duration) -> i64 {
@@ -136,14 +134,14 @@ mod tests {
     #[test]
     fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));
-        old.record(&ada, 7, app_token::MAX_LIFETIME + Duration::from_secs(1));
+        old.record(&ada, 7, MAX_APP_TOKEN_LIFETIME + Duration::from_secs(1));
         assert!(
             old.required(&ada) <= new.generation(&ada),
             "tokens of the new process are valid at the old one"
         );
         assert!(new.required(&ada) <= old.generation(&ada));
         let (recent, late) = (SignOuts::default(), Duration::from_secs(60));
-        recent.record(&ada, 7, app_token::MAX_LIFETIME.saturating_sub(late));
+        recent.record(&ada, 7, MAX_APP_TOKEN_LIFETIME.saturating_sub(late));
         assert_eq!((recent.required(&ada), recent.generation(&ada)), (7, 7));
     }
 

@@ -17,10 +17,11 @@ use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Statement};
 use tokio_util::sync::CancellationToken;
 
 use super::directory::Directory;
-use super::freshness::{Freshness, RoutesState};
 use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
-use super::sign_outs::{SIGN_OUT_TTL, SignOuts};
+use super::sign_outs::SignOuts;
+use crate::route_freshness::{Freshness, RoutesState};
+use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::metrics::ROUTES_AGE;
 use svc_http::resolve;
 use svc_machine::id::MachineId;

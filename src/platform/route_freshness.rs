@@ -52,7 +52,7 @@ impl Freshness {
     }
 
     /// Records that the routes matched the database at `at`.
-    pub(super) fn confirm(&self, at: Instant) {
+    pub fn confirm(&self, at: Instant) {
         let since = at.saturating_duration_since(self.start).as_millis();
         let confirmed = u64::try_from(since).unwrap_or(u64::MAX - 1) + 1;
         self.confirmed_ms.fetch_max(confirmed, Ordering::AcqRel);

@@ -3,7 +3,7 @@
 use svc_http::proof::Route;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum PublicHost {
+pub enum PublicHost {
     /// `APP_HOST`, which serves the shell and the gateway.
     App,
     /// `CODE_HOST`, which serves code-server through the gateway.
@@ -12,25 +12,25 @@ pub(super) enum PublicHost {
 
 impl PublicHost {
     /// The value in `sessions.host`.
-    pub(super) fn as_str(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::App => "app",
             Self::Code => "code",
         }
     }
 
-    pub(super) fn parse_stored(text: &str) -> Option<Self> {
+    pub fn parse_stored(text: &str) -> Option<Self> {
         [Self::App, Self::Code].into_iter().find(|host| host.as_str() == text)
     }
 
-    pub(super) fn session_cookie(self) -> &'static str {
+    pub fn session_cookie(self) -> &'static str {
         match self {
             Self::App => "svc_session",
             Self::Code => "svc_code_session",
         }
     }
 
-    pub(super) fn route(self) -> Route {
+    pub fn route(self) -> Route {
         match self {
             Self::App => Route::Shell,
             Self::Code => Route::Code,

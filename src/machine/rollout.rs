@@ -5,7 +5,7 @@
 //! canary failed or the maximum of failures is reached; and a machine whose update was requested ends by its host's
 //! report, its own end, or a timeout.
 
-use svc_machine::id::MachineId;
+use crate::id::MachineId;
 
 /// State of a machine in a rollout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

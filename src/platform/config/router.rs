@@ -9,7 +9,7 @@ use svc_http::jwt::TrustedIssuer;
 use svc_http::networks::Networks;
 use svc_http::tls::ChainCheck;
 
-use super::public_host::PublicHost;
+use crate::public_host::PublicHost;
 
 /// A change of a machine must take effect within one second.
 const MAX_POLL_INTERVAL_MS: u64 = 500;
@@ -92,7 +92,7 @@ impl RouterConfig {
     }
 
     /// The public host of a request's authority.
-    pub(super) fn find_host(&self, authority: &str) -> Option<PublicHost> {
+    pub fn find_host(&self, authority: &str) -> Option<PublicHost> {
         if self.app_host.is(authority) {
             Some(PublicHost::App)
         } else {
@@ -100,7 +100,7 @@ impl RouterConfig {
         }
     }
 
-    pub(super) fn address(&self, host: PublicHost) -> &HostAndPort {
+    pub fn address(&self, host: PublicHost) -> &HostAndPort {
         match host {
             PublicHost::App => &self.app_host,
             PublicHost::Code => &self.code_host,
@@ -153,7 +153,7 @@ impl HostAndPort {
     }
 
     /// The authority of a URL to this host, for a client that reached the router at `here`.
-    pub(super) fn authority(&self, here: &str) -> String {
+    pub fn authority(&self, here: &str) -> String {
         match self.port.or_else(|| split(here).1) {
             Some(port) => format!("{}:{port}", self.name),
             None => self.name.clone(),

@@ -1,0 +1,249 @@
+//! Operations: their kinds, their steps, and an operator's decisions for one.
+
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// The kind of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OperationKind {
+    Provision,
+    Recover,
+    /// Takes a final backup of a deleted machine and switches its server off.
+    Delete,
+    Resize,
+    /// Returns a machine to its slot.
+    Reinstate,
+    /// Deletes the server of a machine that left its slot.
+    RemoveServer,
+    /// Switches the server of the slot's machine on and waits for its host.
+    PowerOn,
+    /// Shuts the host down and switches the server off until an operator switches it on again.
+    PowerOff,
+    /// Restarts the host.
+    Reboot,
+}
+
+/// One step of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Step {
+    /// Stops the writers of the replaced or deleted host, and waits for a snapshot taken after that.
+    LastBackup,
+    /// Sets the fence to the new machine's epoch.
+    Fence,
+    /// Switches off the server of the replaced or deleted host.
+    PowerOffServer,
+    /// Deletes the predecessor's server if the operator chose that; otherwise it is kept.
+    DeletePredecessor,
+    CreateServer,
+    AwaitRegistration,
+    /// Deletes the server of this machine.
+    DeleteServer,
+    /// Requests a shutdown of the operating system, within a deadline; best effort.
+    ShutDown,
+    PowerOff,
+    ChangeType,
+    /// Also follows every failure of the change.
+    PowerOn,
+    /// Waits until the host reports itself healthy, and reads the server's type.
+    AwaitHealth,
+    /// Switches on the server of a reinstated machine.
+    SwitchOn,
+    /// Resumes its writers, and waits until its host is healthy under the new epoch.
+    AwaitHost,
+    /// Switches the server of the slot's machine on.
+    StartServer,
+    /// Requests a shutdown, and cuts the power after a deadline.
+    StopServer,
+    RebootServer,
+    /// Waits for a healthy heartbeat since the step started.
+    AwaitHeartbeat,
+}
+
+/// A group of steps for which the runner has separate capacity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// For steps that call the database, the store and the provider.
+    General,
+    /// For steps that call hosts: a silent host blocks one until the call times out.
+    HostCalls,
+}
+
+/// An operator's decisions for an operation, made when it was filed or later. Stored in `operations.options`. Fields from a newer binary are ignored.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct OperationOptions {
+    /// If no final backup can be made, data that no snapshot holds may be lost.
+    pub accept_loss: bool,
+    /// An operator accepted the loss during the final backup: the step stops waiting for it.
+    pub give_up_backup: bool,
+    /// An unverified fence no longer blocks the operation: an operator decided that a host forged it.
+    pub disregard_fence: bool,
+    /// The predecessor's server is deleted before the new one is created.
+    pub replace_first: bool,
+    /// The server of a deleted machine is not kept.
+    pub now: bool,
+}
+
+impl OperationKind {
+    pub const ALL: [Self; 9] = [
+        Self::Provision,
+        Self::Recover,
+        Self::Delete,
+        Self::Resize,
+        Self::Reinstate,
+        Self::RemoveServer,
+        Self::PowerOn,
+        Self::PowerOff,
+        Self::Reboot,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Provision => "provision",
+            Self::Recover => "recover",
+            Self::Delete => "delete",
+            Self::Resize => "resize",
+            Self::Reinstate => "reinstate",
+            Self::RemoveServer => "remove_server",
+            Self::PowerOn => "power_on",
+            Self::PowerOff => "power_off",
+            Self::Reboot => "reboot",
+        }
+    }
+
+    /// Its name for people.
+    pub fn noun(self) -> &'static str {
+        match self {
+            Self::Provision => "provisioning",
+            Self::Recover => "recovery",
+            Self::Delete => "deletion",
+            Self::Resize => "resize",
+            Self::Reinstate => "reinstatement",
+            Self::RemoveServer => "removal of the server",
+            Self::PowerOn => "power-on",
+            Self::PowerOff => "power-off",
+            Self::Reboot => "reboot",
+        }
+    }
+
+    /// Its steps, in order. The fence of a new machine is set before anything else of it exists.
+    pub fn steps(self) -> &'static [Step] {
+        match self {
+            Self::Provision | Self::Recover => &[
+                Step::LastBackup,
+                Step::Fence,
+                Step::PowerOffServer,
+                Step::DeletePredecessor,
+                Step::CreateServer,
+                Step::AwaitRegistration,
+            ],
+            Self::Delete => &[Step::LastBackup, Step::PowerOffServer],
+            Self::Resize => {
+                &[Step::ShutDown, Step::PowerOff, Step::ChangeType, Step::PowerOn, Step::AwaitHealth]
+            }
+            Self::Reinstate => &[Step::Fence, Step::SwitchOn, Step::AwaitHost],
+            Self::RemoveServer => &[Step::DeleteServer],
+            Self::PowerOn => &[Step::StartServer, Step::AwaitHeartbeat],
+            Self::PowerOff => &[Step::StopServer],
+            Self::Reboot => &[Step::RebootServer, Step::AwaitHeartbeat],
+        }
+    }
+
+    pub fn first_step(self) -> Step {
+        self.steps()[0]
+    }
+
+    /// The step after this one; `None` after the last.
+    pub fn after(self, step: Step) -> Option<Step> {
+        let steps = self.steps();
+        let at = steps.iter().position(|known| *known == step)?;
+        steps.get(at + 1).copied()
+    }
+}
+
+impl FromStr for OperationKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|kind| kind.as_str() == text);
+        found.ok_or_else(|| format!("{text:?} is not an operation kind"))
+    }
+}
+
+impl Step {
+    pub const ALL: [Self; 18] = [
+        Self::LastBackup,
+        Self::Fence,
+        Self::PowerOffServer,
+        Self::DeletePredecessor,
+        Self::CreateServer,
+        Self::AwaitRegistration,
+        Self::DeleteServer,
+        Self::SwitchOn,
+        Self::AwaitHost,
+        Self::ShutDown,
+        Self::PowerOff,
+        Self::ChangeType,
+        Self::PowerOn,
+        Self::AwaitHealth,
+        Self::StartServer,
+        Self::StopServer,
+        Self::RebootServer,
+        Self::AwaitHeartbeat,
+    ];
+
+    pub fn lane(self) -> Lane {
+        match self {
+            Self::LastBackup | Self::AwaitHost => Lane::HostCalls,
+            Self::Fence
+            | Self::PowerOffServer
+            | Self::DeletePredecessor
+            | Self::CreateServer
+            | Self::AwaitRegistration
+            | Self::DeleteServer
+            | Self::ShutDown
+            | Self::PowerOff
+            | Self::ChangeType
+            | Self::PowerOn
+            | Self::AwaitHealth
+            | Self::SwitchOn
+            | Self::StartServer
+            | Self::StopServer
+            | Self::RebootServer
+            | Self::AwaitHeartbeat => Lane::General,
+        }
+    }
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::LastBackup => "last_backup",
+            Self::Fence => "fence",
+            Self::PowerOffServer => "power_off_server",
+            Self::SwitchOn => "switch_on",
+            Self::AwaitHost => "await_host",
+            Self::DeletePredecessor => "delete_predecessor",
+            Self::CreateServer => "create_server",
+            Self::AwaitRegistration => "await_registration",
+            Self::DeleteServer => "delete_server",
+            Self::ShutDown => "shut_down",
+            Self::PowerOff => "power_off",
+            Self::ChangeType => "change_type",
+            Self::PowerOn => "power_on",
+            Self::AwaitHealth => "await_health",
+            Self::StartServer => "start_server",
+            Self::StopServer => "stop_server",
+            Self::RebootServer => "reboot_server",
+            Self::AwaitHeartbeat => "await_heartbeat",
+        }
+    }
+}
+
+impl FromStr for Step {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|step| step.as_str() == text);
+        found.ok_or_else(|| format!("{text:?} is not a step"))
+    }
+}

@@ -1,0 +1,15 @@
+//! Metrics of ended operations.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use svc_base::metrics::{OPERATION_DURATION, OPERATIONS, label};
+
+/// Counts an operation that has just ended.
+pub fn record_end(kind: &str, outcome: &str, since: Timestamp) {
+    let kind = label(kind);
+    OPERATIONS.add_one([kind, label(outcome)]);
+    let took = Timestamp::now().duration_since(since);
+    OPERATION_DURATION.record([kind], Duration::try_from(took).unwrap_or_default());
+}
