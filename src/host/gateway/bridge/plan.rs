@@ -13,7 +13,8 @@ use super::param::Param;
 use super::request::{CountMode, Find, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
-use crate::gateway::apps::{Column, ColumnType, Name, Table};
+use crate::gateway::apps::{Column, ColumnType, Table};
+use crate::gateway::name::Name;
 use svc_http::problem::FieldError;
 
 const DEFAULT_LIMIT: i64 = 100;

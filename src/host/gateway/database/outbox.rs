@@ -10,7 +10,7 @@
 use tokio_postgres::{Client, GenericClient, Transaction};
 
 use super::connect::DatabaseError;
-use crate::gateway::apps::Name;
+use crate::gateway::name::Name;
 use svc_machine::epoch::Epoch;
 
 /// The notification channel for changes of other sessions.
