@@ -83,7 +83,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     /// # Errors
     /// `Timeout` if no backup makes progress within the deadline.
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
-        let mut patience = Backoff::new(self.deadline);
+        let mut backoff = Backoff::new(self.deadline);
         let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
         let (mut seen, mut max_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();
@@ -115,9 +115,9 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             let bytes = self.progress_bytes();
             if bytes > max_bytes {
                 max_bytes = bytes;
-                patience.progress();
+                backoff.progress();
             }
-            if let Err(DeadlinePassed) = patience.pause().await {
+            if let Err(DeadlinePassed) = backoff.pause().await {
                 return Err(self.timeout_error(journal));
             }
         }

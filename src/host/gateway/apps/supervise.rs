@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use backon::{BackoffBuilder, ExponentialBuilder};
 use sd_notify::NotifyState;
 use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::Client;
@@ -27,8 +28,10 @@ use svc_http::problem::chain;
 use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
-const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);
-const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
+    .with_min_delay(Duration::from_millis(200))
+    .with_max_delay(Duration::from_secs(5))
+    .without_max_times();
 
 /// What the supervisor reads and keeps up to date.
 pub struct SupervisorContext {
@@ -54,19 +57,17 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
     };
     install_bundled(layout.clone()).await;
     let mut watch = FolderWatcher::new();
-    let mut retry_interval = MIN_RETRY_INTERVAL;
+    let mut retry_delays = RETRY_DELAYS.build();
     loop {
         watch.follow(&layout.apps());
         let wait = match supervisor.round().await {
             Ok(()) => {
-                retry_interval = MIN_RETRY_INTERVAL;
+                retry_delays = RETRY_DELAYS.build();
                 RESCAN_INTERVAL
             }
             Err(error) => {
                 tracing::warn!(error = %chain(&error), "setting up the apps failed; retrying");
-                let wait = retry_interval;
-                retry_interval = (retry_interval * 2).min(MAX_RETRY_INTERVAL);
-                wait
+                retry_delays.next().unwrap_or(RESCAN_INTERVAL)
             }
         };
         tokio::select! {

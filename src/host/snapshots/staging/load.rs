@@ -91,7 +91,7 @@ pub(super) fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Er
 /// # Errors
 /// [`ConnectError`] after the deadline.
 pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
-    let mut patience = Backoff::new(context.deadline);
+    let mut backoff = Backoff::new(context.deadline);
     loop {
         match context.server.connect(database, context.name).await {
             Ok(client) => return Ok(client),
@@ -100,7 +100,7 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
                     ConnectError::Refused { source, .. } => !postgres::is_unavailable(source),
                     _ => false,
                 };
-                if for_good || patience.pause().await.is_err() {
+                if for_good || backoff.pause().await.is_err() {
                     return Err(error);
                 }
             }
