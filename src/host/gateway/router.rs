@@ -8,7 +8,7 @@ use axum::middleware::{self, Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, delete, get, post, put};
 use axum::{Extension, Json, Router};
-use http::{Method, header};
+use http::Method;
 use serde_json::{Value, json};
 
 use super::auth::{AGENT, CALLERS, Denied, Identified, Ingress, OWNERS, admit};
@@ -19,6 +19,7 @@ use super::routes::{
 };
 use super::state::Gateway;
 use super::{apps, body, bridge, proxy};
+use svc_http::body::declares_more_than;
 use svc_http::observe::{self, Listener};
 use svc_http::openapi::{self, Api, Operation};
 use svc_http::problem::{Code, Problem};
@@ -182,10 +183,8 @@ fn guarded(route: &Route) -> MethodRouter<Gateway> {
 /// Rejects a request by its declared length before its credential is checked. A body without a declared length is
 /// limited where it is read.
 async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response {
-    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-    let length: Option<u64> = length.and_then(|text| text.parse().ok());
-    if length.is_some_and(|length| length > max_bytes as u64) {
-        body::drain(request.into_body()).await;
+    if declares_more_than(request.headers(), max_bytes) {
+        body::LIMITS.drain(request.into_body()).await;
         return body::too_large(max_bytes).into_response();
     }
     next.run(request).await
@@ -199,11 +198,11 @@ async fn unknown_route(request: Request) -> Response {
         Some(Err(denied)) => denied.into_response(),
         None => Denied::Missing.into_response(),
     };
-    body::drain(request.into_body()).await;
+    body::LIMITS.drain(request.into_body()).await;
     refusal
 }
 
 async fn method_not_allowed(request: Request) -> Problem {
-    body::drain(request.into_body()).await;
+    body::LIMITS.drain(request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not allow this method; see the Allow header.")
 }

@@ -30,7 +30,7 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
         Err(denied) => denied.into_response(),
     };
     // A client that is still sending would not read the refusal.
-    body::drain(request.into_body()).await;
+    body::LIMITS.drain(request.into_body()).await;
     refusal
 }
 
