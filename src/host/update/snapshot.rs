@@ -14,6 +14,7 @@ use super::journal::Journal;
 use super::protocol::SnapshotWait;
 use super::request::read_untrusted;
 use super::services::Services;
+use super::state::MAX_ERROR_CHARS;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::backoff::{Backoff, DeadlinePassed};
 use crate::system::layout::Layout;
@@ -132,7 +133,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     }
 
     fn record(&self, journal: &mut Journal, since: Timestamp, why: &str) -> Result<(), FileError> {
-        let why: String = why.chars().take(super::machine::MAX_ERROR_CHARS).collect();
+        let why: String = why.chars().take(MAX_ERROR_CHARS).collect();
         let waiting = Some(SnapshotWait { since, why });
         if journal.waiting == waiting {
             return Ok(());

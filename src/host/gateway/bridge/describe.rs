@@ -174,12 +174,6 @@ fn created_schema() -> Value {
     object(&[("data", json!({ "type": ["object", "array"] }))], &[])
 }
 
-/// The fields of an action as text.
-pub fn fields_of(shape: &ActionShape, always: &[&'static str]) -> String {
-    let all = ["action"].iter().chain(always).chain(shape.required).chain(shape.optional);
-    all.copied().collect::<Vec<_>>().join(", ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

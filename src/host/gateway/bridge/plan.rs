@@ -233,7 +233,7 @@ impl<'t> TablePlanner<'_, 't> {
         }
         if let Some(cursor) = after {
             sql.push(" AND ");
-            order.write_after(cursor, &mut sql);
+            order.write_after(&cursor.keys, &mut sql);
         }
         sql.push(" ORDER BY ");
         order.write(&mut sql);

@@ -6,7 +6,7 @@ use std::time::Instant;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::BackupSettings;
+use super::settings::BackupSettings;
 use super::verify_object;
 use super::verify_object::RereadError;
 use super::verify_schedule;

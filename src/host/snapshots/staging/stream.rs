@@ -15,7 +15,7 @@ use tokio::process::{Child, ChildStdin};
 
 use super::RestoreContext;
 use super::download::DownloadError;
-use super::load::LoadError;
+use super::error::LoadError;
 use crate::system::backoff::Backoff;
 use crate::system::postgres_tools;
 use svc_base::failpoint;
