@@ -1,6 +1,7 @@
 //! HTTP code shared by host and platform: problems, the server loop, the client, TLS and pins, proof tokens.
 
 pub mod addresses;
+pub mod body;
 pub mod client;
 pub mod fields;
 pub mod files;

@@ -53,7 +53,7 @@ pub fn platform() -> &'static Contract {
 
 pub fn gateway() -> &'static Contract {
     static GATEWAY: LazyLock<Contract> = LazyLock::new(|| {
-        let operations = svc::host::gateway::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
+        let operations = svc::host::gateway::endpoints().map(|endpoint| &endpoint.operation);
         Contract::of(svc::host::gateway::description(), operations.collect())
     });
     &GATEWAY

@@ -4,7 +4,7 @@ use kit::idp::{Idp, MintOptions};
 use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
-use svc::host::gateway::{ENDPOINTS, description};
+use svc::host::gateway::{description, endpoints};
 use svc::http::openapi::Operation;
 use svc::http::proof::{Claims, Route};
 use svc::machine::id::MachineId;
@@ -209,7 +209,7 @@ impl Side for World {
 }
 
 fn operations() -> impl Iterator<Item = &'static Operation> {
-    ENDPOINTS.iter().map(|endpoint| &endpoint.operation)
+    endpoints().map(|endpoint| &endpoint.operation)
 }
 
 fn named(id: &str) -> &'static Operation {

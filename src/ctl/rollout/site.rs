@@ -4,7 +4,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::StreamExt;
 use http::header::{self, HeaderValue};
 use http::{HeaderName, Method, StatusCode};
 use secrecy::{ExposeSecret, SecretString};
@@ -12,6 +11,7 @@ use serde_json::Value;
 use url::Url;
 
 use svc_base::chain::chain;
+use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 
 const TIMEOUTS: Deadlines = Deadlines {
@@ -105,18 +105,15 @@ impl Site {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let response = request.send().await.map_err(failed)?;
+        let mut response = request.send().await.map_err(failed)?;
         let status = response.status();
         let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
         let kind = kind.unwrap_or_default().to_owned();
         let mut body = Vec::new();
-        let mut parts = response.bytes_stream();
-        while let Some(part) = parts.next().await {
-            body.extend_from_slice(&part.map_err(failed)?);
-            if body.len() > MAX_BODY_BYTES {
-                return Err(format!("{}: more than {} MiB", url.path(), MAX_BODY_BYTES >> 20));
-            }
-        }
+        read_response(&mut response, MAX_BODY_BYTES, &mut body).await.map_err(|error| match error {
+            ResponseBodyError::TooLarge(max) => format!("{}: more than {} MiB", url.path(), max >> 20),
+            ResponseBodyError::Http(error) => failed(error),
+        })?;
         Ok(SiteResponse { status, kind, body: body.into() })
     }
 }

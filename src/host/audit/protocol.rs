@@ -14,6 +14,7 @@ use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
 use crate::records::entry::GapReason;
+use crate::system::process_stat::ProcessStat;
 use svc_base::clock;
 
 pub const SOCKET: &str = "watch.sock";
@@ -61,7 +62,7 @@ pub struct Process {
 
 impl Process {
     pub fn from_pid(pid: i32) -> Self {
-        Self { pid, started: Stat::from_pid(pid).map_or(0, |stat| stat.started) }
+        Self { pid, started: ProcessStat::from_pid(pid).map_or(0, |stat| stat.started) }
     }
 
     /// The process and its ancestors, up to the init process; empty if it has ended.
@@ -69,7 +70,7 @@ impl Process {
         let (mut all, mut next) = (Vec::new(), pid);
         while next > 1
             && all.len() < MAX_ANCESTORS
-            && let Some(stat) = Stat::from_pid(next)
+            && let Ok(stat) = ProcessStat::from_pid(next)
         {
             all.push(Self { pid: next, started: stat.started });
             next = stat.parent;
@@ -83,32 +84,8 @@ impl Process {
         if probed == Err(nix::errno::Errno::ESRCH) {
             return true;
         }
-        Stat::from_pid(self.pid)
-            .is_some_and(|stat| stat.is_zombie || (self.started != 0 && stat.started != self.started))
-    }
-}
-
-/// The used fields of `/proc/PID/stat`.
-struct Stat {
-    parent: i32,
-    started: u64,
-    is_zombie: bool,
-}
-
-impl Stat {
-    fn from_pid(pid: i32) -> Option<Self> {
-        Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
-    }
-
-    fn parse(stat: &str) -> Option<Self> {
-        // The name is in parentheses and may contain anything.
-        let (_, rest) = stat.rsplit_once(')')?;
-        let fields: Vec<&str> = rest.split_whitespace().collect();
-        Some(Self {
-            is_zombie: *fields.first()? == "Z",
-            parent: fields.get(1)?.parse().ok()?,
-            started: fields.get(19)?.parse().ok()?,
-        })
+        ProcessStat::from_pid(self.pid)
+            .is_ok_and(|stat| stat.is_zombie || (self.started != 0 && stat.started != self.started))
     }
 }
 
@@ -352,7 +329,5 @@ mod tests {
         assert!(own.started > 0 && !own.has_ended());
         assert!(Process { started: own.started + 1, ..own }.has_ended());
         assert!(Process { pid: i32::MAX, started: 0 }.has_ended());
-        let stat = Stat::parse("7 (a) b) (c) S 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0").unwrap();
-        assert_eq!((stat.parent, stat.started), (3, 4242));
     }
 }

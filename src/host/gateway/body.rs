@@ -3,20 +3,19 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use bytes::{BufMut, Bytes, BytesMut};
-use futures_util::StreamExt;
+use bytes::Bytes;
 use http::{HeaderMap, header};
 use serde_json::Value;
 
+use svc_http::body::{BodyLimits, RequestBodyError};
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem};
 
-/// Timeout of reading a request body.
-const READ_TIMEOUT: Duration = Duration::from_secs(30);
-/// Limits of draining a refused body: a client that is still sending when the connection closes would not read the
-/// refusal.
-const MAX_DRAINED_BYTES: usize = 4 * 1024 * 1024;
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+pub const LIMITS: BodyLimits = BodyLimits {
+    read_timeout: Duration::from_secs(30),
+    max_drained_bytes: 4 * 1024 * 1024,
+    drain_timeout: Duration::from_secs(5),
+};
 
 pub fn too_large(max_bytes: usize) -> Problem {
     Problem::new(Code::RequestTooLarge, format!("The request body exceeds {max_bytes} bytes."))
@@ -35,25 +34,19 @@ pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
 
 /// # Errors
 /// The body is larger than `max_bytes`, slow or incomplete.
-pub async fn read(body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
-    let mut chunks = body.into_data_stream();
-    let reading = async {
-        let mut whole = BytesMut::new();
-        while let Some(chunk) = chunks.next().await {
-            let chunk = chunk.map_err(|_| Problem::field("", "could not be read completely"))?;
-            if whole.len() + chunk.len() > max_bytes {
-                return Err(too_large(max_bytes));
-            }
-            whole.put(chunk);
-        }
-        Ok(whole.freeze())
+pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
+    let error = match LIMITS.read(&mut body, max_bytes).await {
+        Ok(whole) => return Ok(whole),
+        Err(error) => error,
     };
-    let slow = || Problem::new(Code::DeadlineExceeded, "Timeout reading the request body.");
-    let read = tokio::time::timeout(READ_TIMEOUT, reading).await.unwrap_or_else(|_| Err(slow()));
-    if read.is_err() {
-        drain(Body::from_stream(chunks)).await;
-    }
-    read
+    LIMITS.drain(body).await;
+    Err(match error {
+        RequestBodyError::TooLarge => too_large(max_bytes),
+        RequestBodyError::Timeout => {
+            Problem::new(Code::DeadlineExceeded, "Timeout reading the request body.")
+        }
+        RequestBodyError::Incomplete => Problem::field("", "could not be read completely"),
+    })
 }
 
 /// Reads a body that is a JSON object.
@@ -66,20 +59,4 @@ pub async fn fields(headers: &HeaderMap, body: Body, max_bytes: usize) -> Result
         Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
         _ => Err(Problem::field("", "must be a JSON object")),
     }
-}
-
-/// Reads and discards the rest of a refused body, within limits.
-pub async fn drain(body: Body) {
-    let mut chunks = body.into_data_stream();
-    let draining = async {
-        let mut drained = 0;
-        while let Some(Ok(chunk)) = chunks.next().await {
-            drained += chunk.len();
-            if drained > MAX_DRAINED_BYTES {
-                break;
-            }
-        }
-    };
-    // A slower client does not receive the refusal.
-    let _ = tokio::time::timeout(DRAIN_TIMEOUT, draining).await;
 }

@@ -14,7 +14,9 @@ mod config;
 mod database;
 mod endpoint;
 mod events;
+mod identify;
 mod lifetime;
+mod name;
 mod proxy;
 mod router;
 pub mod routes;
@@ -34,11 +36,11 @@ use tokio::net::TcpListener;
 #[cfg(feature = "fuzzing")]
 pub use self::bridge::fuzzing as bridge_fuzzing;
 pub use self::endpoint::Endpoint;
-pub use self::router::{ENDPOINTS, description};
+pub use self::router::{description, endpoints};
 
 use self::auth::Ingress;
 use self::config::Config;
-use self::state::Gateway;
+use self::state::{Gateway, Services};
 use super::system::config::begin_log;
 use super::system::layout::{BRIDGE_SOCKET, Layout};
 use super::system::{systemd, unix_socket};
@@ -112,16 +114,27 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
     scrape.spawn_upkeep(stop.clone());
-    let gateway = Gateway::new(config, change_ids)?;
+    let services = Arc::new(Services::new(&config, change_ids)?);
+    let Services { apps, database, quotas, changes, kernel, dispatcher, writers, .. } = &*services;
 
-    let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
-    tokio::spawn(apps::measure_sizes(gateway.clone(), stop.clone()));
-    tokio::spawn(bridge::run_change_feed(gateway.clone(), stop.clone()));
-    let kernel_task = tokio::spawn(gateway.kernel.clone().maintain(stop.clone()));
-    tokio::spawn(gateway.dispatcher.clone().maintain(stop.clone()));
-    tokio::spawn(gateway.writers.clone().watch(gateway.dispatcher.clone(), stop.clone()));
+    let supervisor = apps::SupervisorContext {
+        layout: layout.clone(),
+        registry: apps.clone(),
+        database: database.clone(),
+        writers: writers.clone(),
+        epoch: config.epoch(),
+        statement_timeout: config.statement_timeout,
+    };
+    let supervisor_task = tokio::spawn(apps::supervise(supervisor, stop.clone()));
+    tokio::spawn(apps::measure_sizes(quotas.clone(), database.clone(), stop.clone()));
+    let changes_keep = config.changes_keep;
+    tokio::spawn(changes.clone().run(database.clone(), apps.clone(), changes_keep, stop.clone()));
+    let kernel_task = tokio::spawn(kernel.clone().maintain(stop.clone()));
+    tokio::spawn(dispatcher.clone().maintain(stop.clone()));
+    tokio::spawn(writers.clone().watch(stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
+    let gateway = Gateway(services.clone());
     let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
     let local_task = tokio::spawn(unix_socket::serve(trusted_socket, local_routes, stop.clone()));
     let agents_task = tokio::spawn(unix_socket::serve(agent_socket, router::bridge(&gateway), stop.clone()));
@@ -136,24 +149,24 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let status = format!("listening on {address}");
     systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
     let routes = router::router(&gateway, Ingress::Public);
-    let dispatcher = gateway.dispatcher.clone();
+    let closing_dispatcher = dispatcher.clone();
     let stopping = stop.clone();
     let dispatcher_task = tokio::spawn(async move {
         stopping.cancelled().await;
-        dispatcher.close().await;
+        closing_dispatcher.close().await;
     });
     // The platform's router processes are the clients, and may all share one address.
     let limits = Limits::default();
     let limits = Limits { connections_of_address: limits.connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
     // All requests have been answered; the remaining work has no client.
-    apps.abort();
+    supervisor_task.abort();
     local_task.abort();
     agents_task.abort();
     // A panic in one of these tasks has already been logged.
     let _ = dispatcher_task.await;
     let _ = kernel_task.await;
-    let kernel = gateway.kernel.clone();
+    let kernel = kernel.clone();
     tokio::task::spawn_blocking(move || kernel.close()).await.or_exit(Exit::Internal)?;
     Ok(())
 }

@@ -10,7 +10,6 @@ use axum::response::{Html, IntoResponse, Response};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
 
-use super::state::Gateway;
 use svc_http::files::percent_decode;
 use svc_http::problem::{Code, Problem, chain};
 use svc_http::proof;
@@ -42,18 +41,18 @@ impl Dial for Socket {
 }
 
 /// Proxies all of the owner's requests that no route of the gateway handles.
-pub async fn to_shell(State(gateway): State<Arc<Gateway>>, request: Request) -> Response {
-    forward(&gateway.upstreams.shell, "The shell", request).await
+pub async fn to_shell(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
+    forward(&upstreams.shell, "The shell", request).await
 }
 
 /// Proxies requests on the code host, except code-server's proxy to local ports: a local service would share the
 /// editor's origin, and thus its cookies and terminal.
-pub async fn to_code(gateway: &Gateway, request: Request) -> Response {
+pub async fn to_code(upstreams: &Upstreams, request: Request) -> Response {
     if is_port_proxy_path(request.uri().path()) {
         let detail = "The editor's origin does not proxy local ports. Make it an app, or forward the port from the terminal.";
         return Problem::new(Code::Forbidden, detail).into_response();
     }
-    forward(&gateway.upstreams.code, "The code server", request).await
+    forward(&upstreams.code, "The code server", request).await
 }
 
 /// Whether a path is `/proxy/…` or `/absproxy/…` in any encoding; code-server's router ignores case.

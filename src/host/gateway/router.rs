@@ -1,69 +1,87 @@
 //! The gateway's routes. A request is checked in this order: method and path, size, identity; then the handler runs.
-
-use std::sync::Arc;
+//!
+//! The router, its guards and the OpenAPI document are built from one table. Invariant: the guard of a route reads the
+//! allowed callers from its description.
 
 use axum::extract::Request;
-use axum::middleware;
+use axum::middleware::{self, Next, from_fn};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{MethodRouter, delete, get, post, put};
 use axum::{Extension, Json, Router};
 use http::Method;
 use serde_json::{Value, json};
 
-use super::auth::{Denied, Identified, Ingress, admit, identify};
-use super::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, documented_json, routes};
+use super::auth::{AGENT, CALLERS, Denied, Identified, Ingress, OWNERS, admit};
+use super::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use super::identify::identify;
 use super::routes::{
     backup_progress, dispatch, health, internal, limits, metrics, quiesce, records, side_database, usage,
 };
 use super::state::Gateway;
 use super::{apps, body, bridge, proxy};
+use svc_http::body::declares_more_than;
 use svc_http::observe::{self, Listener};
 use svc_http::openapi::{self, Api, Operation};
 use svc_http::problem::{Code, Problem};
 
+/// A description and the handler that serves it.
+struct Route {
+    endpoint: &'static Endpoint,
+    serve: fn() -> MethodRouter<Gateway>,
+}
+
+const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>) -> Route {
+    Route { endpoint, serve }
+}
+
 /// All routes of the gateway, in the order of the OpenAPI document. All other paths go to the shell.
-pub static ENDPOINTS: [&Endpoint; 40] = [
-    &bridge::QUERY,
-    &bridge::SCHEMAS,
-    &bridge::CHANGES,
-    &DESCRIPTION,
-    &apps::LIST,
-    &apps::ICON,
-    &apps::FRONT,
-    &apps::FOLDER,
-    &apps::PAGE,
-    &records::BACKUPS,
-    &records::FOLLOW_BACKUPS,
-    &side_database::SHOW,
-    &side_database::OPEN,
-    &side_database::COPY,
-    &side_database::CLOSE,
-    &dispatch::DISPATCH,
-    &dispatch::LIST,
-    &dispatch::SHOW,
-    &dispatch::FOLLOW,
-    &dispatch::CANCEL,
-    &records::INTERACTIONS,
-    &records::FOLLOW_INTERACTIONS,
-    &records::AUDIT,
-    &records::FOLLOW_AUDIT,
-    &records::ACTIVITY,
-    &records::FOLLOW_ACTIVITY,
-    &records::STORAGE,
-    &records::FOLLOW_STORAGE,
-    &usage::USAGE,
-    &limits::SHOW_LIMITS,
-    &limits::SET_LIMITS,
-    &internal::BACKUP,
-    &backup_progress::BACKUP_PROGRESS,
-    &internal::ACCEPT,
-    &internal::DRILL,
-    &internal::UPDATE,
-    &quiesce::QUIESCE,
-    &quiesce::RESUME,
-    &health::LIVE,
-    &health::READY,
+static ROUTES: [Route; 40] = [
+    route(&bridge::QUERY, || post(bridge::query)),
+    route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
+    route(&bridge::CHANGES, || get(bridge::changes)),
+    route(&DESCRIPTION, || get(describe)),
+    route(&apps::LIST, || get(apps::list)),
+    route(&apps::ICON, || get(apps::icon)),
+    route(&apps::FRONT, || get(apps::page)),
+    route(&apps::FOLDER, || get(apps::page)),
+    route(&apps::PAGE, || get(apps::page)),
+    route(&records::BACKUPS, || get(records::list_backups)),
+    route(&records::FOLLOW_BACKUPS, || get(records::follow_backups)),
+    route(&side_database::SHOW, || get(side_database::show)),
+    route(&side_database::OPEN, || post(side_database::open)),
+    route(&side_database::COPY, || post(side_database::copy)),
+    route(&side_database::CLOSE, || delete(side_database::close)),
+    route(&dispatch::DISPATCH, || post(dispatch::dispatch)),
+    route(&dispatch::LIST, || get(dispatch::list)),
+    route(&dispatch::SHOW, || get(dispatch::show)),
+    route(&dispatch::FOLLOW, || get(dispatch::follow)),
+    route(&dispatch::CANCEL, || delete(dispatch::cancel)),
+    route(&records::INTERACTIONS, || get(records::list_interactions)),
+    route(&records::FOLLOW_INTERACTIONS, || get(records::follow_interactions)),
+    route(&records::AUDIT, || get(records::list_audit)),
+    route(&records::FOLLOW_AUDIT, || get(records::follow_audit)),
+    route(&records::ACTIVITY, || get(records::list_activity)),
+    route(&records::FOLLOW_ACTIVITY, || get(records::follow_activity)),
+    route(&records::STORAGE, || get(records::list_storage)),
+    route(&records::FOLLOW_STORAGE, || get(records::follow_storage)),
+    route(&usage::USAGE, || get(usage::usage)),
+    route(&limits::SHOW_LIMITS, || get(limits::show)),
+    route(&limits::SET_LIMITS, || put(limits::set)),
+    route(&internal::BACKUP, || post(internal::backup)),
+    route(&backup_progress::BACKUP_PROGRESS, || get(backup_progress::show)),
+    route(&internal::ACCEPT, || post(internal::accept)),
+    route(&internal::DRILL, || post(internal::drill)),
+    route(&internal::UPDATE, || post(internal::update)),
+    route(&quiesce::QUIESCE, || post(quiesce::quiesce)),
+    route(&quiesce::RESUME, || post(quiesce::resume)),
+    route(&health::LIVE, || get(health::live)),
+    route(&health::READY, || get(health::ready)),
 ];
+
+/// The descriptions of all routes, in the order of the OpenAPI document.
+pub fn endpoints() -> impl Iterator<Item = &'static Endpoint> {
+    ROUTES.iter().map(|route| route.endpoint)
+}
 
 const API: Api = Api {
     title: "svc gateway",
@@ -85,7 +103,7 @@ const API: Api = Api {
 
 /// The OpenAPI document of all routes.
 pub fn description() -> Value {
-    openapi::document(&API, ENDPOINTS.iter().map(|endpoint| &endpoint.operation))
+    openapi::document(&API, endpoints().map(|endpoint| &endpoint.operation))
 }
 
 static DESCRIPTION: Endpoint = Endpoint {
@@ -101,12 +119,15 @@ static DESCRIPTION: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(|| async { Json(description()) }),
 };
 
+async fn describe() -> Json<Value> {
+    Json(description())
+}
+
 /// The routes of one listener.
-pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
-    let to_shell = middleware::from_fn(|request, next| admit(OWNERS, request, next));
+pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
+    let to_shell = from_fn(|request, next| admit(OWNERS, request, next));
     let shell = Router::new().fallback(proxy::to_shell).layer(to_shell);
     let (listener, own) = match ingress {
         Ingress::Public => (Listener::Gateway, Router::new()),
@@ -114,9 +135,12 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
             (Listener::Socket, Router::new().route("/metrics", get(metrics::metrics)))
         }
     };
-    let open =
-        routes(&ENDPOINTS, true).method_not_allowed_fallback(method_not_allowed).layer(Extension(ingress));
-    routes(&ENDPOINTS, false)
+    let (open, closed): (Vec<_>, Vec<_>) =
+        ROUTES.iter().partition(|route| route.endpoint.operation.credentials.is_empty());
+    let open = guarded_routes(open.into_iter())
+        .method_not_allowed_fallback(method_not_allowed)
+        .layer(Extension(ingress));
+    guarded_routes(closed.into_iter())
         .route("/_svc/internal/{*path}", axum::routing::any(unknown_route))
         .route("/api/{*path}", axum::routing::any(unknown_route))
         .fallback_service(shell.with_state(gateway.clone()))
@@ -129,16 +153,41 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .with_state(gateway.clone())
 }
 
-/// Only the bridge, for agents with a token.
-pub fn bridge(gateway: &Arc<Gateway>) -> Router {
-    let endpoints = [&bridge::QUERY, &bridge::SCHEMAS, &bridge::CHANGES, &DESCRIPTION];
-    routes(&endpoints, false)
+/// Only the routes that accept an agent's token: the bridge.
+pub fn bridge(gateway: &Gateway) -> Router {
+    guarded_routes(ROUTES.iter().filter(|route| route.endpoint.operation.credentials.contains(&AGENT)))
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(Ingress::Agents))
         .layer(middleware::from_fn_with_state(Listener::Socket, observe::layer))
         .with_state(gateway.clone())
+}
+
+/// Builds a router of routes, each behind its guards.
+fn guarded_routes(routes: impl Iterator<Item = &'static Route>) -> Router<Gateway> {
+    routes.fold(Router::new(), |router, route| router.route(route.endpoint.operation.path, guarded(route)))
+}
+
+fn guarded(route: &Route) -> MethodRouter<Gateway> {
+    let Endpoint { operation: Operation { credentials, .. }, max_body_bytes: max_bytes } = *route.endpoint;
+    let handler = (route.serve)();
+    if credentials.is_empty() {
+        return handler;
+    }
+    handler
+        .route_layer(from_fn(move |request, next| admit(credentials, request, next)))
+        .route_layer(from_fn(move |request, next| limit_body(max_bytes, request, next)))
+}
+
+/// Rejects a request by its declared length before its credential is checked. A body without a declared length is
+/// limited where it is read.
+async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response {
+    if declares_more_than(request.headers(), max_bytes) {
+        body::LIMITS.drain(request.into_body()).await;
+        return body::too_large(max_bytes).into_response();
+    }
+    next.run(request).await
 }
 
 async fn unknown_route(request: Request) -> Response {
@@ -149,11 +198,11 @@ async fn unknown_route(request: Request) -> Response {
         Some(Err(denied)) => denied.into_response(),
         None => Denied::Missing.into_response(),
     };
-    body::drain(request.into_body()).await;
+    body::LIMITS.drain(request.into_body()).await;
     refusal
 }
 
 async fn method_not_allowed(request: Request) -> Problem {
-    body::drain(request.into_body()).await;
+    body::LIMITS.drain(request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not allow this method; see the Allow header.")
 }

@@ -1,10 +1,12 @@
-//! The state shared by the gateway's handlers.
+//! The services of the gateway, and how a handler extracts those that it uses.
 
 use std::sync::Arc;
 
-use super::apps::{GzipCache, Quotas, Registry};
+use axum::extract::FromRef;
+
+use super::apps::{AppFiles, Quotas, Registry};
 use super::auth::PrincipalResolver;
-use super::bridge::{ChangeFeed, IdSecret};
+use super::bridge::{Bridge, ChangeFeed, IdSecret};
 use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
@@ -12,49 +14,92 @@ use super::writers::Writers;
 use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::dispatch::Dispatcher;
 use crate::agents::kernel::Kernel;
+use crate::system::layout::Layout;
 
-/// One running gateway.
-pub struct Gateway {
-    pub principal_resolver: PrincipalResolver,
-    pub agent_tokens: Arc<AgentTokens>,
+/// The services of one running gateway.
+pub struct Services {
+    pub layout: Layout,
+    pub principal_resolver: Arc<PrincipalResolver>,
     pub database: Arc<Database>,
-    pub apps: Registry,
-    pub quotas: Quotas,
-    pub gzip_cache: GzipCache,
+    pub apps: Arc<Registry>,
+    pub app_files: Arc<AppFiles>,
+    pub quotas: Arc<Quotas>,
+    pub bridge: Arc<Bridge>,
     pub changes: Arc<ChangeFeed>,
-    pub change_ids: IdSecret,
     pub kernel: Arc<Kernel>,
     pub dispatcher: Arc<Dispatcher>,
     pub writers: Arc<Writers>,
-    pub upstreams: Upstreams,
-    pub config: Config,
+    pub upstreams: Arc<Upstreams>,
 }
 
-impl Gateway {
+impl Services {
     /// # Errors
-    /// The HTTP client for the identity provider's keys, or a thread, cannot be created.
-    pub fn new(config: Config, change_ids: IdSecret) -> anyhow::Result<Arc<Self>> {
-        let kernel = Arc::new(Kernel::new(&config.layout)?);
-        let writers = Writers::open(&config.layout)?;
+    /// The HTTP client for the identity provider's keys, or a thread, cannot be created; or the state of the writers
+    /// cannot be read.
+    pub fn new(config: &Config, change_ids: IdSecret) -> anyhow::Result<Self> {
+        let layout = config.layout.clone();
+        let kernel = Arc::new(Kernel::new(&layout)?);
         let agent_tokens = Arc::<AgentTokens>::default();
-        let dispatcher = Dispatcher::new(&config.layout, &kernel, &agent_tokens);
-        if writers.is_quiesced() {
-            dispatcher.pause();
-        }
-        Ok(Arc::new(Self {
-            principal_resolver: PrincipalResolver::new(&config, Arc::clone(&agent_tokens))?,
-            agent_tokens,
-            database: Arc::new(Database::new(&config)),
-            apps: Registry::default(),
-            quotas: Quotas::new(&config.layout),
-            gzip_cache: GzipCache::default(),
-            changes: Arc::default(),
+        let dispatcher = Dispatcher::new(&layout, &kernel, &agent_tokens);
+        let database = Arc::new(Database::new(config));
+        let writers = Writers::open(&layout, dispatcher.clone(), kernel.clone(), database.clone())?;
+        let apps = Arc::<Registry>::default();
+        let quotas = Arc::new(Quotas::new(&layout));
+        let changes = Arc::<ChangeFeed>::default();
+        let bridge = Arc::new(Bridge {
+            apps: apps.clone(),
+            database: database.clone(),
+            quotas: quotas.clone(),
+            writers: writers.clone(),
+            kernel: kernel.clone(),
+            agent_tokens: agent_tokens.clone(),
+            changes: changes.clone(),
             change_ids,
+            epoch: config.epoch(),
+            statement_timeout: config.statement_timeout,
+        });
+        Ok(Self {
+            principal_resolver: Arc::new(PrincipalResolver::new(config, agent_tokens)?),
+            app_files: Arc::new(AppFiles::new(apps.clone(), layout.home())),
+            upstreams: Arc::new(Upstreams::new(&layout.owner_sockets())),
+            layout,
+            database,
+            apps,
+            quotas,
+            bridge,
+            changes,
+            kernel,
             dispatcher,
             writers,
-            kernel,
-            upstreams: Upstreams::new(&config.layout.owner_sockets()),
-            config,
-        }))
+        })
     }
+}
+
+/// The state of the router: one reference count per request, however many services there are.
+#[derive(Clone)]
+pub struct Gateway(pub Arc<Services>);
+
+macro_rules! extract {
+    ($($field:ident: $service:ty),+ $(,)?) => {$(
+        impl FromRef<Gateway> for $service {
+            fn from_ref(gateway: &Gateway) -> Self {
+                gateway.0.$field.clone()
+            }
+        }
+    )+};
+}
+
+extract! {
+    layout: Layout,
+    principal_resolver: Arc<PrincipalResolver>,
+    database: Arc<Database>,
+    apps: Arc<Registry>,
+    app_files: Arc<AppFiles>,
+    quotas: Arc<Quotas>,
+    bridge: Arc<Bridge>,
+    changes: Arc<ChangeFeed>,
+    kernel: Arc<Kernel>,
+    dispatcher: Arc<Dispatcher>,
+    writers: Arc<Writers>,
+    upstreams: Arc<Upstreams>,
 }

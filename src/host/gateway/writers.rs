@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::state::Gateway;
+use super::database::Database;
 use crate::agents::dispatch::Dispatcher;
+use crate::agents::kernel::Kernel;
 use crate::snapshots::side_database;
 use crate::system::blocking::blocking;
 use crate::system::layout::Layout;
@@ -37,6 +38,9 @@ const ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
 /// The gate for all writers.
 pub struct Writers {
     layout: Layout,
+    dispatcher: Arc<Dispatcher>,
+    kernel: Arc<Kernel>,
+    database: Arc<Database>,
     state: Mutex<State>,
     /// Serializes changes, so that a poll does not undo a request.
     change: tokio::sync::Mutex<()>,
@@ -63,15 +67,24 @@ pub struct Progress {
 }
 
 impl Writers {
+    /// Opens the gate, or pauses the dispatcher if writers were stopped before a restart.
+    ///
     /// # Errors
     /// [`FileError`]: the gateway must not start without knowing whether writers are stopped.
-    pub fn open(layout: &Layout) -> Result<Arc<Self>, FileError> {
+    pub fn open(
+        layout: &Layout,
+        dispatcher: Arc<Dispatcher>,
+        kernel: Arc<Kernel>,
+        database: Arc<Database>,
+    ) -> Result<Arc<Self>, FileError> {
         let quiesce = Quiesce::read(layout)?;
         if let Some(quiesce) = &quiesce {
             tracing::warn!(operation = %quiesce.operation_id, "writers remain stopped after the restart");
+            dispatcher.pause();
         }
         let state = Mutex::new(State { quiesce, in_flight: 0 });
-        Ok(Arc::new(Self { layout: layout.clone(), state, change: tokio::sync::Mutex::default() }))
+        let change = tokio::sync::Mutex::default();
+        Ok(Arc::new(Self { layout: layout.clone(), dispatcher, kernel, database, state, change }))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -98,12 +111,12 @@ impl Writers {
     ///
     /// # Errors
     /// The state cannot be stored. Nothing is stopped then, because a restart would forget it.
-    pub async fn quiesce(&self, gateway: &Gateway, operation: OperationId) -> Result<Progress, Problem> {
+    pub async fn quiesce(&self, operation: OperationId) -> Result<Progress, Problem> {
         let _change = self.change.lock().await;
         let mut quiesce = self.stop_for(operation).await?;
-        gateway.dispatcher.pause();
-        let running_dispatches = gateway.dispatcher.running();
-        if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle(gateway).await {
+        self.dispatcher.pause();
+        let running_dispatches = self.dispatcher.running();
+        if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle().await {
             quiesce.quiesced_at = Some(clock::now_ms());
             self.store(&quiesce).await?;
             tracing::info!(%operation, "all writers have stopped");
@@ -134,12 +147,12 @@ impl Writers {
 
     /// Whether all writes have ended: requests, abandoned statements, and copies out of the side database. An
     /// unreachable database executes nothing.
-    async fn is_idle(&self, gateway: &Gateway) -> bool {
+    async fn is_idle(&self) -> bool {
         if self.lock().in_flight > 0 {
             return false;
         }
         // Flush the records of ended dispatches. A disk failure must not block the backup.
-        let kernel = Arc::clone(&gateway.kernel);
+        let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {
             tracing::warn!("flushing the records of dispatches failed");
@@ -152,7 +165,7 @@ impl Writers {
             return false;
         }
         let session_count = tokio::time::timeout(SESSIONS_TIMEOUT, async {
-            let client = gateway.database.shared().await.ok()?;
+            let client = self.database.shared().await.ok()?;
             client.query_one(ACTIVE_SESSIONS, &[]).await.ok()?.try_get::<_, i64>(0).ok()
         });
         match session_count.await {
@@ -165,17 +178,17 @@ impl Writers {
     ///
     /// # Errors
     /// 409 if they are stopped for another operation.
-    pub async fn resume(&self, gateway: &Gateway, operation: OperationId) -> Result<(), Problem> {
+    pub async fn resume(&self, operation: OperationId) -> Result<(), Problem> {
         let _change = self.change.lock().await;
         let was_resumed = quiesce::resume(&self.layout, operation).await;
         if was_resumed.map_err(|error| Problem::internal(&error))? {
-            self.reopen(&gateway.dispatcher);
+            self.reopen();
             return Ok(());
         }
         let layout = self.layout.clone();
         match blocking(move || Quiesce::read(&layout)).await? {
             None => {
-                self.reopen(&gateway.dispatcher);
+                self.reopen();
                 Ok(())
             }
             Some(other) => {
@@ -185,22 +198,22 @@ impl Writers {
         }
     }
 
-    fn reopen(&self, dispatcher: &Arc<Dispatcher>) {
+    fn reopen(&self) {
         if self.lock().quiesce.take().is_some() {
             tracing::info!("writers resumed");
         }
-        dispatcher.resume();
+        self.dispatcher.resume();
     }
 
     /// Follows the file until `stop`: the sync agent removes it when the platform no longer names the operation.
-    pub async fn watch(self: Arc<Self>, dispatcher: Arc<Dispatcher>, stop: CancellationToken) {
+    pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {
                 continue;
             }
             let _change = self.change.lock().await;
             match fsx::exists(&self.layout.quiesce()) {
-                Ok(false) => self.reopen(&dispatcher),
+                Ok(false) => self.reopen(),
                 Ok(true) => {}
                 Err(error) => tracing::warn!(error = %chain(&error), "quiesce.json cannot be read"),
             }

@@ -8,6 +8,7 @@
 
 mod file;
 mod queue;
+mod record;
 mod sync;
 
 use std::cell::RefCell;
@@ -20,23 +21,18 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
-use jiff::civil::Date;
 use serde::Serialize;
 
+use self::file::AppendFile;
 pub use self::file::Extent;
-use self::file::{AppendFile, LineFormat};
 use self::queue::{RecordQueue, Replacement, Thread};
+pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
 use self::sync::{SyncFn, Syncer, Unsynced};
-use super::names::{ACTIVITY, AUDIT, INTERACTIONS};
 use svc_base::chain::chain;
 use svc_base::clock;
 
 /// Maximum delay of an accepted line, unless the disk fails.
 pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
-/// Queued bytes that are written immediately, without waiting for [`FLUSH_INTERVAL`].
-const BATCH_BYTES: usize = 256 << 10;
-/// Maximum bytes that are accepted and not yet written.
-pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 /// Empty intervals after which the thread sleeps until it is woken: waking it takes longer than accepting a line.
 const MAX_IDLE_INTERVALS: u32 = 20;
 /// Retry interval after a failed write.
@@ -45,46 +41,6 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval of syncing written files.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
-
-/// A record of this writer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Record {
-    /// Of the day for which a line counts.
-    Interactions(Date),
-    Audit,
-    /// Plain text; the other records are JSON.
-    Activity,
-    /// Last: usage is written after the interactions that it counts.
-    Usage,
-}
-
-impl Record {
-    /// Maximum queued bytes of this record. Records that any program can flood leave room for those that are billed.
-    fn max_queued_bytes(self) -> usize {
-        match self {
-            Self::Audit | Self::Activity => MAX_QUEUED_BYTES / 4,
-            Self::Interactions(_) | Self::Usage => MAX_QUEUED_BYTES,
-        }
-    }
-
-    fn form(self) -> LineFormat {
-        if self == Self::Activity { LineFormat::Text } else { LineFormat::Json }
-    }
-
-    fn file_name(self) -> String {
-        match self {
-            Self::Interactions(day) => INTERACTIONS.dated(day, 1),
-            Self::Audit => AUDIT.current(),
-            Self::Activity => ACTIVITY.current(),
-            Self::Usage => "usage.jsonl".to_owned(),
-        }
-    }
-}
-
-/// The line was refused. A gap before the next line reports it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("record queue full: the disk accepts no writes")]
-pub struct QueueFull;
 
 struct Shared {
     logs: PathBuf,

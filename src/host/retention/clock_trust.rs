@@ -3,19 +3,17 @@
 //! A clock set weeks ahead would expire every record at once. After a jump, the earlier time is used until the new one
 //! has been stable for a day. After a boot, the clock is trusted: `time-sync.target` has synchronized it.
 
-use std::io;
 use std::path::Path;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::fsx::{self, FileError};
 
 const DAY_SECONDS: i64 = 86_400;
 /// Clocks that differ by at most this are the same clock, corrected.
 const MAX_DRIFT_SECONDS: i64 = 900;
-/// Kernel ticks per second, the unit of a process's start time.
-const TICKS_PER_SECOND: i64 = 100;
 
 /// The clock and the time since boot, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,8 +63,9 @@ pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState
 /// # Errors
 /// [`FileError`].
 pub fn trusted_time(file: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
-    let process = Path::new("/proc/self/stat");
-    let up = start_uptime(process).map_err(FileError::at("read", process))?;
+    // The unit hides other files with the uptime.
+    let own = ProcessStat::of_this_process().map_err(FileError::at("read", Path::new("/proc/self/stat")))?;
+    let up = (own.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
     let (believed, new_state) = assess_clock(state, Reading { clock: clock.as_second(), up });
@@ -75,17 +74,6 @@ pub fn trusted_time(file: &Path, clock: Timestamp) -> Result<Timestamp, FileErro
         tracing::warn!(%clock, believed, "the clock has jumped: fewer records expire until it has been stable for a day");
     }
     Ok(Timestamp::from_second(believed).unwrap_or(clock))
-}
-
-/// Seconds from boot to the start of this process. Other files with the uptime are hidden by the unit.
-fn start_uptime(process: &Path) -> io::Result<i64> {
-    let text = std::fs::read_to_string(process)?;
-    // The name is in brackets and may contain anything; the start time is the twentieth field after it.
-    let ticks =
-        text.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(19)?.parse::<i64>().ok());
-    ticks
-        .map(|ticks| ticks / TICKS_PER_SECOND)
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time"))
 }
 
 #[cfg(test)]

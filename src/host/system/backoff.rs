@@ -2,26 +2,32 @@
 
 use std::time::{Duration, Instant};
 
-const INITIAL_BACKOFF: Duration = Duration::from_millis(250);
-const MAX_BACKOFF: Duration = Duration::from_secs(10);
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+
+/// The jitter adds up to the same again: the first pause is at most 250 ms, and each at most 10 s.
+const DELAYS: ExponentialBuilder = ExponentialBuilder::new()
+    .with_min_delay(Duration::from_millis(125))
+    .with_max_delay(Duration::from_secs(5))
+    .with_jitter()
+    .without_max_times();
 
 /// Its deadline counts from the last progress, so a long transfer that advances is never given up.
 #[derive(Debug)]
 pub struct Backoff {
     stall_timeout: Duration,
     end: Instant,
-    next_pause: Duration,
+    delays: ExponentialBackoff,
 }
 
 impl Backoff {
     pub fn new(stall_timeout: Duration) -> Self {
-        Self { stall_timeout, end: Instant::now() + stall_timeout, next_pause: INITIAL_BACKOFF }
+        Self { stall_timeout, end: Instant::now() + stall_timeout, delays: DELAYS.build() }
     }
 
     /// Records progress: resets the deadline and the backoff.
     pub fn progress(&mut self) {
         self.end = Instant::now() + self.stall_timeout;
-        self.next_pause = INITIAL_BACKOFF;
+        self.delays = DELAYS.build();
     }
 
     /// Pauses before the next attempt, or returns [`DeadlinePassed`].
@@ -30,9 +36,7 @@ impl Backoff {
         if remaining.is_zero() {
             return Err(DeadlinePassed);
         }
-        let jitter = f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 255.0;
-        let pause = self.next_pause.mul_f64(0.5 + jitter / 2.0);
-        self.next_pause = (self.next_pause * 2).min(MAX_BACKOFF);
+        let pause = self.delays.next().unwrap_or(remaining);
         tokio::time::sleep(pause.min(remaining)).await;
         Ok(())
     }

@@ -12,6 +12,7 @@ pub mod lock;
 pub mod postgres;
 pub mod postgres_tools;
 pub mod probe;
+pub mod process_stat;
 pub mod progress;
 pub mod quiesce;
 pub mod registration;

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::num::NonZero;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::str::FromStr;
@@ -20,6 +21,7 @@ use svc_base::config::Env;
 const CONTAINER: &str = "svc-postgres";
 /// Parallel jobs of a load.
 const RESTORE_JOBS: usize = 2;
+const PIPE_BYTES: i32 = 1 << 20;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Inherited variables of a tool: enough to find itself, its libraries and the container runtime.
 const PASSED_VARIABLES: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
@@ -278,6 +280,11 @@ pub fn summarize_stderr(output: &str) -> String {
     // `invalid input syntax for type integer: "…"`
     let lines = lines.map(|line| line.split(": \"").next().unwrap_or_default());
     lines.collect::<Vec<_>>().join("; ")
+}
+
+/// Enlarges the pipe, for fewer wake-ups per byte. If the kernel refuses, the size stays.
+pub fn widen_pipe(pipe: impl AsFd) {
+    let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
 }
 
 #[cfg(test)]

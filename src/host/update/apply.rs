@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
+use super::error::UpdateError;
 use super::history;
 use super::journal::{Allowances, Journal, JournalError, UpdateKind};
 use super::machine::{self, Updater};
 use super::protocol::{Outcome, UpdateResult};
 use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
-use super::{UpdateError, releases, snapshot, trust};
+use super::{releases, snapshot, trust};
 use crate::system::config;
 use crate::system::config::PlatformLink;
 use crate::system::layout::Layout;

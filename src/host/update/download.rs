@@ -111,22 +111,22 @@ impl BundleSource {
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
         let mut download = Download { source: self, client, etag: None, length: None, at: 0, body: None };
-        let mut patience = Backoff::new(STALL_TIMEOUT);
+        let mut backoff = Backoff::new(STALL_TIMEOUT);
         loop {
             match download.send_request().await {
                 Ok(()) => return Ok(download),
-                Err(error) => back_off(&mut patience, error).await?,
+                Err(error) => back_off(&mut backoff, error).await?,
             }
         }
     }
 }
 
-async fn back_off(patience: &mut Backoff, error: DownloadError) -> Result<(), DownloadError> {
+async fn back_off(backoff: &mut Backoff, error: DownloadError) -> Result<(), DownloadError> {
     if !error.is_transient() {
         return Err(error);
     }
     tracing::warn!(error = %svc_http::problem::chain(&error), "download interrupted; retrying");
-    patience.pause().await.map_err(|_| error)
+    backoff.pause().await.map_err(|_| error)
 }
 
 /// A download in progress.
@@ -223,16 +223,16 @@ impl Download<'_> {
     /// [`DownloadError`]; `Abandoned` when the receiver has been dropped.
     pub async fn stream_to(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
-        let mut patience = Backoff::new(STALL_TIMEOUT);
+        let mut backoff = Backoff::new(STALL_TIMEOUT);
         loop {
             let before = self.at;
             match self.stream_body(&chunks, &mut digest).await {
                 Ok(()) => return Ok(hex::encode(digest.finalize())),
                 Err(error) => {
                     if self.at > before {
-                        patience.progress();
+                        backoff.progress();
                     }
-                    back_off(&mut patience, error).await?;
+                    back_off(&mut backoff, error).await?;
                 }
             }
         }

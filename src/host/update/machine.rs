@@ -10,6 +10,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 
 use super::download::{BundleSource, DownloadError};
+use super::error::UpdateError;
 use super::fetch;
 use super::fetch::{Expected, FetchError};
 use super::health::{self, GATEWAY_UNIT, GatewayProbe, OTHER_SERVICES};
@@ -21,13 +22,13 @@ use super::policy::Candidate;
 use super::protocol::{Outcome, UpdateResult};
 use super::releases;
 use super::releases::InstallError;
+use super::request;
 use super::services::Services;
 use super::smoke_test;
 use super::snapshot;
-use super::state::{Event, Stage, State, StepFailure};
+use super::state::{Event, MAX_ERROR_CHARS, Stage, State, StepFailure};
 use super::trust;
 use super::units;
-use super::{UpdateError, request};
 use crate::system::config::PlatformLink;
 use crate::system::layout::Layout;
 use crate::system::probe;
@@ -42,8 +43,6 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle::{KeySet, MAX_COMPANION_BYTES, Signed, Verified, verify};
 use svc_store::key::BUNDLE_FILE;
 
-/// Maximum length of an error in an outcome or in the journal.
-pub const MAX_ERROR_CHARS: usize = 400;
 const SVC_TARGET: &str = "svc.target";
 const OWN_UNIT_PREFIX: &str = "svc-update.";
 

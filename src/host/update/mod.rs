@@ -7,6 +7,7 @@ mod apply;
 mod boot;
 mod database;
 mod download;
+mod error;
 pub mod fetch;
 mod health;
 pub mod history;
@@ -32,9 +33,6 @@ use std::process::ExitCode;
 use super::system::config::begin_log;
 use super::system::layout::Layout;
 use svc_base::applet::{self, Exit, Failure, OrExit};
-use svc_base::config::ConfigError;
-use svc_base::failpoint::Injected;
-use svc_base::fsx::FileError;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
@@ -45,34 +43,6 @@ pub use unpack::{UnpackError, UnpackLimits, unpack};
 
 use apply::UpdateTarget;
 use journal::Allowances;
-
-/// Reason why an update did not end; the journal stays open for the next run.
-#[derive(Debug, thiserror::Error)]
-enum UpdateError {
-    #[error("no release is installed on this machine")]
-    NoRelease,
-    #[error("there is no release to go back to")]
-    NoPrevious,
-    #[error(transparent)]
-    File(#[from] FileError),
-    #[error(transparent)]
-    History(#[from] history::HistoryError),
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    #[error(transparent)]
-    Injected(#[from] Injected),
-}
-
-impl From<UpdateError> for Failure {
-    fn from(error: UpdateError) -> Self {
-        let exit = match error {
-            UpdateError::NoRelease | UpdateError::NoPrevious => Exit::Refused,
-            UpdateError::Config(_) => Exit::Config,
-            _ => Exit::Internal,
-        };
-        Self::new(exit, error)
-    }
-}
 
 #[derive(clap::Parser)]
 #[command(

@@ -14,6 +14,7 @@ use super::journal::Journal;
 use super::protocol::SnapshotWait;
 use super::request::read_untrusted;
 use super::services::Services;
+use super::state::MAX_ERROR_CHARS;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::backoff::{Backoff, DeadlinePassed};
 use crate::system::layout::Layout;
@@ -83,7 +84,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     /// # Errors
     /// `Timeout` if no backup makes progress within the deadline.
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
-        let mut patience = Backoff::new(self.deadline);
+        let mut backoff = Backoff::new(self.deadline);
         let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
         let (mut seen, mut max_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();
@@ -115,9 +116,9 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             let bytes = self.progress_bytes();
             if bytes > max_bytes {
                 max_bytes = bytes;
-                patience.progress();
+                backoff.progress();
             }
-            if let Err(DeadlinePassed) = patience.pause().await {
+            if let Err(DeadlinePassed) = backoff.pause().await {
                 return Err(self.timeout_error(journal));
             }
         }
@@ -132,7 +133,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     }
 
     fn record(&self, journal: &mut Journal, since: Timestamp, why: &str) -> Result<(), FileError> {
-        let why: String = why.chars().take(super::machine::MAX_ERROR_CHARS).collect();
+        let why: String = why.chars().take(MAX_ERROR_CHARS).collect();
         let waiting = Some(SnapshotWait { since, why });
         if journal.waiting == waiting {
             return Ok(());

@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::protocol::UpdateResult;
 
+/// Maximum length of an error in an outcome or in the journal.
+pub const MAX_ERROR_CHARS: usize = 400;
+
 /// The failure of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepFailure {

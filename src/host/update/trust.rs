@@ -3,7 +3,7 @@
 //! A signed manifest may carry a later key set. It is adopted once that release is healthy, so a rolled-back release
 //! changes nothing. Invariant: `update.env` holds one whole set, the old or the new one, with its sequence.
 
-use super::UpdateError;
+use super::error::UpdateError;
 use super::trusted_keys::TrustedKeyIds;
 use crate::system::layout::Layout;
 use svc_base::config::{ConfigError, Env, with_env_lines};

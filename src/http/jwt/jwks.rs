@@ -11,6 +11,7 @@ use serde_json::Value;
 use url::Url;
 
 use super::JwtError;
+use crate::body::{ResponseBodyError, read_response};
 use crate::problem::chain;
 
 /// Minimum interval between fetches for an unknown `kid`.
@@ -126,12 +127,10 @@ impl Jwks {
     async fn fetch(&self) -> Result<Keys, FetchError> {
         let mut response = self.client.get(self.url.clone()).send().await?.error_for_status()?;
         let mut body = Vec::new();
-        while let Some(chunk) = response.chunk().await? {
-            body.extend_from_slice(&chunk);
-            if body.len() > MAX_BODY_BYTES {
-                return Err(FetchError::TooLarge);
-            }
-        }
+        read_response(&mut response, MAX_BODY_BYTES, &mut body).await.map_err(|error| match error {
+            ResponseBodyError::TooLarge(_) => FetchError::TooLarge,
+            ResponseBodyError::Http(error) => FetchError::Http(error),
+        })?;
         let keys = parse(&body)?;
         if keys.is_empty() { Err(FetchError::Empty) } else { Ok(keys) }
     }

@@ -3,11 +3,9 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use axum::body::Body;
 use axum::extract::{ConnectInfo, Request};
 use bytes::Bytes;
 use http::{HeaderMap, Method, Uri, header};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
 use jiff::Timestamp;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -20,15 +18,18 @@ use crate::db::{self};
 use crate::operators::Operator;
 use crate::token_rotation::TokenStatus;
 use crate::tokens::{self, Purpose};
+use svc_http::body::{BodyLimits, RequestBodyError, declares_more_than};
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
 
 /// Maximum body size of the platform's API.
 pub const MAX_BODY_BYTES: usize = 64 << 10;
-const BODY_TIMEOUT: Duration = Duration::from_secs(15);
-const MAX_DRAINED_BYTES: usize = 1 << 20;
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+pub const BODY_LIMITS: BodyLimits = BodyLimits {
+    read_timeout: Duration::from_secs(15),
+    max_drained_bytes: 1 << 20,
+    drain_timeout: Duration::from_secs(2),
+};
 const MAX_WAIT_SECONDS: u64 = 60;
 
 pub struct ApiCall {
@@ -56,23 +57,17 @@ impl ApiCall {
         let too_large = || {
             Problem::new(Code::RequestTooLarge, format!("The body is larger than {MAX_BODY_BYTES} bytes."))
         };
-        let content_length = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-        if content_length
-            .and_then(|text| text.parse::<u64>().ok())
-            .is_some_and(|size| size > MAX_BODY_BYTES as u64)
-        {
-            drain_body(&mut body).await;
+        if declares_more_than(&parts.headers, MAX_BODY_BYTES) {
+            BODY_LIMITS.drain(body).await;
             return Err(too_large());
         }
-        let limited = Limited::new(&mut body, MAX_BODY_BYTES).collect();
-        let collected = tokio::time::timeout(BODY_TIMEOUT, limited).await;
-        let body = match collected {
-            Ok(Ok(body)) => body.to_bytes(),
-            Ok(Err(error)) if error.is::<LengthLimitError>() => {
-                drain_body(&mut body).await;
+        let body = match BODY_LIMITS.read(&mut body, MAX_BODY_BYTES).await {
+            Ok(body) => body,
+            Err(RequestBodyError::TooLarge) => {
+                BODY_LIMITS.drain(body).await;
                 return Err(too_large());
             }
-            Ok(Err(_)) | Err(_) => {
+            Err(RequestBodyError::Timeout | RequestBodyError::Incomplete) => {
                 return Err(Problem::field("", "the body is incomplete"));
             }
         };
@@ -210,21 +205,6 @@ impl ApiCall {
         let wait = preferences.find_map(|preference| preference.strip_prefix("wait="))?;
         wait.trim_matches('"').parse::<u64>().ok().map(|seconds| seconds.min(MAX_WAIT_SECONDS))
     }
-}
-
-/// Drains a rejected body, within limits: closing a connection with unread bytes can lose the response.
-pub async fn drain_body(body: &mut Body) {
-    let read = async {
-        let mut remaining = MAX_DRAINED_BYTES;
-        while let Some(Ok(frame)) = body.frame().await {
-            let size = frame.data_ref().map_or(0, Bytes::len);
-            if size > remaining {
-                return;
-            }
-            remaining -= size;
-        }
-    };
-    let _ = tokio::time::timeout(DRAIN_TIMEOUT, read).await;
 }
 
 /// Parses an id in the path.

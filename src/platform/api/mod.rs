@@ -182,11 +182,11 @@ pub fn routes(platform: Arc<Platform>) -> Router {
 }
 
 async fn not_found(request: Request) -> Problem {
-    call::drain_body(&mut request.into_body()).await;
+    call::BODY_LIMITS.drain(request.into_body()).await;
     Problem::new(Code::NotFound, "No such route.")
 }
 
 async fn method_not_allowed(request: Request) -> Problem {
-    call::drain_body(&mut request.into_body()).await;
+    call::BODY_LIMITS.drain(request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not accept this method.")
 }

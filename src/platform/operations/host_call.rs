@@ -14,6 +14,7 @@ use url::Url;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use svc_base::config::Flag;
+use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 use svc_http::proof::{self, Claims, Route};
 use svc_http::request_id;
@@ -187,15 +188,11 @@ pub async fn usage(
     let request = HostRequest { method: Method::GET, path: USAGE, query: query.pairs(), body: None };
     let mut response = check_accepted(send(platform, machine, &request).await)?;
     let mut body = Vec::new();
-    while let Some(piece) =
-        response.chunk().await.map_err(|error| HostCallError::Unreachable(error.into()))?
-    {
-        if body.len() + piece.len() > MAX_USAGE_BYTES {
-            return Err(UsageError::TooLarge(MAX_USAGE_BYTES));
-        }
-        body.extend_from_slice(&piece);
+    match read_response(&mut response, MAX_USAGE_BYTES, &mut body).await {
+        Ok(()) => Ok(body),
+        Err(ResponseBodyError::TooLarge(max)) => Err(UsageError::TooLarge(max)),
+        Err(ResponseBodyError::Http(error)) => Err(HostCallError::Unreachable(error.into()).into()),
     }
-    Ok(body)
 }
 
 /// Requests a backup now. Returns the request time by the host's clock.
@@ -249,12 +246,7 @@ async fn call(
 ) -> Result<Vec<u8>, HostCallError> {
     let mut response = check_accepted(send(platform, machine, request).await)?;
     let mut body = Vec::new();
-    while let Ok(Some(piece)) = response.chunk().await {
-        if body.len() + piece.len() > MAX_RESPONSE_BYTES {
-            break;
-        }
-        body.extend_from_slice(&piece);
-    }
+    let _ = read_response(&mut response, MAX_RESPONSE_BYTES, &mut body).await;
     Ok(body)
 }
 

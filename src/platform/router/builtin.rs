@@ -91,7 +91,7 @@ pub(super) async fn handle(
 
 /// Rejects an unknown path or a wrong method.
 async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
-    call::drain_body(&mut request.into_body()).await;
+    call::BODY_LIMITS.drain(request.into_body()).await;
     if candidates.is_empty() {
         return Problem::new(Code::NotFound, "The router has no route at this path.").into_response();
     }

@@ -14,6 +14,7 @@ use super::super::error::{Cause, ErrorKind, ProviderError};
 use super::budget::Budget;
 use super::wire::ErrorBody;
 use svc_base::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
+use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::request_id;
 
 /// A page of fifty servers has about 150 KiB.
@@ -201,12 +202,10 @@ impl Connection {
         })?;
         let (status, headers) = (response.status(), response.headers().clone());
         let mut body = Vec::new();
-        while let Some(chunk) = response.chunk().await.map_err(Cause::BrokenOff)? {
-            if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
-                return Err(Cause::TooLarge { limit: MAX_RESPONSE_BYTES });
-            }
-            body.extend_from_slice(&chunk);
-        }
+        read_response(&mut response, MAX_RESPONSE_BYTES, &mut body).await.map_err(|error| match error {
+            ResponseBodyError::TooLarge(limit) => Cause::TooLarge { limit },
+            ResponseBodyError::Http(error) => Cause::BrokenOff(error),
+        })?;
         Ok(Response { status, headers, body })
     }
 

@@ -14,10 +14,9 @@ use tokio_util::task::TaskTracker;
 use super::event_log::EventLog;
 use super::journal::{Journal, JournalEntry, JournalFile};
 use super::queue::{Queue, Turn};
-use super::recover::from_record;
 use super::request::DispatchId;
 use super::run::{self, RunContext};
-use super::state::{Batch, Dispatch, DispatchResult, Phase};
+use super::state::{Batch, Dispatch, DispatchResult, Phase, entry_index};
 use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::kernel::{Kernel, LimitReached};
 use crate::agents::owner_config::Settings;
@@ -165,14 +164,14 @@ impl Dispatcher {
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
         let found = blocking(move || kernel.find(&ids)).await?;
         if let Some(one) = found.get(id.as_str()) {
-            return Ok(Some(DispatchTarget::One(from_record(one.clone(), None))));
+            return Ok(Some(DispatchTarget::One(Dispatch::from_record(one.clone(), None))));
         }
         Ok((!found.is_empty()).then(|| {
             let mut entries: Vec<Interaction> = found.into_values().collect();
-            entries.sort_by_key(|one| super::recover::entry_index(&one.id));
+            entries.sort_by_key(|one| entry_index(&one.id));
             let ids: Vec<String> = entries.iter().map(|one| one.id.clone()).collect();
             let batch = Batch::new(id.to_string(), String::new(), ids, entries.len());
-            let restore = |one| from_record(one, Some(Arc::clone(&batch)));
+            let restore = |one| Dispatch::from_record(one, Some(Arc::clone(&batch)));
             let entries = entries.into_iter().map(restore).collect();
             DispatchTarget::Recorded(batch, entries)
         }))

@@ -9,8 +9,7 @@ use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 
 use super::dispatcher::{DispatchTarget, Dispatcher, MAINTENANCE_INTERVAL};
-use super::journal::{BatchPosition, JournalEntry, JournalFile};
-use super::request::Entry;
+use super::journal::{JournalEntry, JournalFile};
 use super::run;
 use super::state::{Batch, Dispatch, DispatchResult};
 use crate::audit::protocol;
@@ -135,7 +134,7 @@ impl Dispatcher {
             batches.insert(position.id.clone(), Arc::clone(&batch));
             self.lock().all.insert(position.id.clone(), DispatchTarget::Batch(Arc::clone(&batch)));
             for one in ended {
-                let one = from_record(one.clone(), Some(Arc::clone(&batch)));
+                let one = Dispatch::from_record(one.clone(), Some(Arc::clone(&batch)));
                 self.lock().all.insert(one.id().to_owned(), DispatchTarget::One(Arc::clone(&one)));
                 self.retain_ended(&one);
             }
@@ -186,35 +185,4 @@ async fn end_for_watcher(watcher: PathBuf, ids: Vec<String>) {
     for id in ids {
         protocol::send_from_dispatcher(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;
     }
-}
-
-/// Restores a dispatch from its record.
-pub(super) fn from_record(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Dispatch> {
-    let position = one.batch_id.clone().map(|id| {
-        let index = entry_index(&one.id);
-        BatchPosition { id, index, size: 0 }
-    });
-    let accepted = JournalEntry {
-        version: JournalEntry::VERSION,
-        id: one.id.clone(),
-        sender_id: one.sender_id.clone(),
-        entry: Entry {
-            agent_name: one.agent_name.clone(),
-            model: Some(one.model.clone()),
-            conversation_id: Some(one.conversation_id.clone()),
-            prompt: String::new(),
-            deadline_seconds: 0,
-        },
-        batch: position,
-        fingerprint: String::new(),
-        accepted_at: one.timestamp,
-        started_at: None,
-        ended: None,
-    };
-    Dispatch::ended(one, accepted, batch)
-}
-
-/// The index of a batch entry, from its ID.
-pub(super) fn entry_index(id: &str) -> usize {
-    id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

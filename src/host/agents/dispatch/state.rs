@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::event_log::EventLog;
 use super::journal::{BatchPosition, JournalEntry};
+use super::request::Entry;
 use crate::agents::kernel::Reservation;
 use crate::audit::protocol::SeenCalls;
 use crate::records::entry::{Interaction, Status};
@@ -119,12 +120,33 @@ impl Dispatch {
         dispatch
     }
 
-    /// A dispatch restored from its record.
-    pub fn ended(interaction: Interaction, accepted: JournalEntry, batch: Option<Arc<Batch>>) -> Arc<Self> {
+    /// Restores a dispatch from its record.
+    pub fn from_record(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Self> {
+        let position = one.batch_id.clone().map(|id| {
+            let index = entry_index(&one.id);
+            BatchPosition { id, index, size: 0 }
+        });
+        let accepted = JournalEntry {
+            version: JournalEntry::VERSION,
+            id: one.id.clone(),
+            sender_id: one.sender_id.clone(),
+            entry: Entry {
+                agent_name: one.agent_name.clone(),
+                model: Some(one.model.clone()),
+                conversation_id: Some(one.conversation_id.clone()),
+                prompt: String::new(),
+                deadline_seconds: 0,
+            },
+            batch: position,
+            fingerprint: String::new(),
+            accepted_at: one.timestamp,
+            started_at: None,
+            ended: None,
+        };
         let dispatch = Self::new(accepted, batch, None);
         dispatch.is_journaled.cancel();
-        let phase = interaction.status.into();
-        dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
+        let phase = one.status.into();
+        dispatch.end(DispatchResult { phase, interaction: Some(one), text: None, refused: None });
         dispatch.mark_durable();
         dispatch
     }
@@ -257,4 +279,9 @@ impl Batch {
     pub fn is_over(&self) -> bool {
         self.remaining.load(Ordering::Acquire) == 0
     }
+}
+
+/// The index of a batch entry, from its ID.
+pub fn entry_index(id: &str) -> usize {
+    id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

@@ -8,6 +8,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::Pid;
 
+use crate::system::process_stat::ProcessStat;
+
 /// Interval of checks for remaining processes.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Timeout of the kill; a process that the kernel holds for longer is left to systemd.
@@ -25,10 +27,8 @@ fn descendants(root: i32) -> Vec<Pid> {
     let mut parents: Vec<(i32, i32)> = Vec::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        if let Ok(stat) = std::fs::read_to_string(entry.path().join("stat"))
-            && let Some(parent) = parent(&stat)
-        {
-            parents.push((pid, parent));
+        if let Ok(stat) = ProcessStat::from_pid(pid) {
+            parents.push((pid, stat.parent));
         }
     }
     let mut found = vec![root];
@@ -39,11 +39,6 @@ fn descendants(root: i32) -> Vec<Pid> {
         next += 1;
     }
     found.into_iter().skip(1).map(Pid::from_raw).collect()
-}
-
-/// The parent is the fourth field; the second is a name in parentheses that may contain anything.
-fn parent(stat: &str) -> Option<i32> {
-    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
 /// Reaps adopted processes that have ended, except the agent: the caller waits for it.
@@ -89,13 +84,6 @@ pub async fn kill_descendants() {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn parent_parses_any_process_name() {
-        assert_eq!(parent("12 (a) b) S 7 12 12 0"), Some(7));
-        assert_eq!(parent("12 (sh) R 1"), Some(1));
-        assert_eq!(parent("nothing"), None);
-    }
 
     #[test]
     fn descendants_include_grandchildren() {

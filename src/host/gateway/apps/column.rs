@@ -1,6 +1,6 @@
 //! Columns and their types: the eleven type names of manifests, and their PostgreSQL types.
 
-use super::name::Name;
+use crate::gateway::name::Name;
 
 /// A column type of `svc.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::column::{Column, ColumnType, Origin};
 use super::manifest::Table;
-use super::name::Name;
+use crate::gateway::name::Name;
 
 /// The existing contents of a schema: its tables with their columns' catalog types, and the names of its indexes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]

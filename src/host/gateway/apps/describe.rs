@@ -1,13 +1,10 @@
 //! The apps' routes and their descriptions.
 
-use axum::routing::get;
 use http::Method;
 use serde_json::Value;
 
-use super::icon::icon;
-use super::list::list;
-use super::pages::page;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, VIEWERS, documented_json};
+use crate::gateway::auth::{READERS, VIEWERS};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, count, named, nullable,
     object, one_of, text,
@@ -27,7 +24,6 @@ pub static LIST: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(list),
 };
 
 pub static ICON: Endpoint = Endpoint {
@@ -43,7 +39,6 @@ pub static ICON: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(icon),
 };
 
 pub static FOLDER: Endpoint = Endpoint {
@@ -63,7 +58,6 @@ pub static FOLDER: Endpoint = Endpoint {
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(page),
 };
 
 pub static FRONT: Endpoint = Endpoint {
@@ -79,7 +73,6 @@ pub static FRONT: Endpoint = Endpoint {
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(page),
 };
 
 pub static PAGE: Endpoint = Endpoint {
@@ -103,7 +96,6 @@ pub static PAGE: Endpoint = Endpoint {
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(page),
 };
 
 const SLUG: Parameter =

@@ -8,7 +8,7 @@ use axum::response::Response;
 use http::{HeaderValue, header};
 use sha2::{Digest, Sha256};
 
-use crate::gateway::state::Gateway;
+use super::pages::AppFiles;
 use svc_base::beneath::Folder;
 use svc_http::files::{Caching, StaticFile, media_type, respond};
 use svc_http::path_params::PathParams;
@@ -16,16 +16,16 @@ use svc_http::path_params::PathParams;
 const MAX_ICON_BYTES: u64 = 1024 * 1024;
 
 pub async fn icon(
-    State(gateway): State<Arc<Gateway>>,
+    State(files): State<Arc<AppFiles>>,
     PathParams(slug): PathParams<String>,
     request: Request,
 ) -> Response {
-    let snapshot = gateway.apps.snapshot();
+    let snapshot = files.registry.snapshot();
     let icon =
         snapshot.folders.get(&slug).and_then(|(folder, manifest)| Some(folder.join(manifest.icon.as_ref()?)));
     let own = match icon {
         Some(icon) => {
-            let home = gateway.config.layout.home();
+            let home = files.home.clone();
             tokio::task::spawn_blocking(move || read_icon(&home, &icon)).await.ok().flatten()
         }
         None => None,

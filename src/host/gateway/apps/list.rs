@@ -9,17 +9,22 @@ use serde_json::{Value, json};
 
 use super::foreign_origin::ForeignOrigin;
 use super::manifest::Manifest;
-use super::registry::AppsSnapshot;
-use crate::gateway::state::Gateway;
+use super::quota::Quotas;
+use super::registry::{AppsSnapshot, Registry};
+use crate::agents::kernel::Kernel;
 
-pub async fn list(State(gateway): State<Arc<Gateway>>) -> Json<Value> {
-    let mut apps = app_list(&gateway.apps.snapshot());
-    let quotas = &gateway.kernel.settings().storage;
+pub async fn list(
+    State(registry): State<Arc<Registry>>,
+    State(quotas): State<Arc<Quotas>>,
+    State(kernel): State<Arc<Kernel>>,
+) -> Json<Value> {
+    let mut apps = app_list(&registry.snapshot());
+    let settings = &kernel.settings().storage;
     for app in &mut apps {
         let Some(slug) = app["slug"].as_str().map(str::to_owned) else { continue };
         app["storage"] = json!({
-            "databaseBytes": gateway.quotas.measured(&slug),
-            "quotaBytes": gateway.quotas.quota_of(quotas, &slug),
+            "databaseBytes": quotas.measured(&slug),
+            "quotaBytes": quotas.quota_of(settings, &slug),
         });
     }
     Json(json!({ "apps": apps }))

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::column::{Column, ColumnType, Origin};
 use super::foreign_origin::ForeignOrigin;
-use super::name::{Name, Slug};
+use crate::gateway::name::{Name, Slug};
 
 const MAX_TABLES: usize = 100;
 const MAX_COLUMNS: usize = 200;

@@ -9,7 +9,6 @@ mod foreign_origin;
 mod icon;
 mod list;
 mod manifest;
-mod name;
 mod pages;
 mod quota;
 mod register;
@@ -22,13 +21,14 @@ pub use column::{Column, ColumnType, Origin};
 #[cfg(feature = "fuzzing")]
 pub use ddl::registration_sql;
 pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, app_schema_json};
+pub use icon::icon;
+pub use list::list;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use manifest::Manifest;
 pub use manifest::Table;
-pub use name::{Name, Slug};
-pub use pages::GzipCache;
 #[cfg(feature = "fuzzing")]
 pub use pages::path_in_app;
+pub use pages::{AppFiles, page};
 pub use quota::{ChangedRows, Quotas, SentWrite, WriteSize, measure as measure_sizes};
 pub use registry::{App, Registry};
-pub use supervise::supervise;
+pub use supervise::{SupervisorContext, supervise};

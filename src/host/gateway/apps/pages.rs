@@ -16,8 +16,8 @@ use http::{HeaderValue, Uri, header};
 
 use super::foreign_origin::ForeignOrigin;
 use super::manifest::Runtime;
+use super::registry::Registry;
 use crate::gateway::auth::{Caller, Principal};
-use crate::gateway::state::Gateway;
 use svc_base::beneath::Folder;
 use svc_http::files::{Caching, StaticFile, percent_decode, respond};
 use svc_http::path_params::PathParams;
@@ -31,8 +31,21 @@ const MAX_GZIP_BYTES: u64 = 8 << 20;
 /// Maximum bytes of compressed files in memory.
 const GZIP_CACHE_BYTES: u64 = 16 << 20;
 
+/// The files of the apps' folders.
+pub struct AppFiles {
+    pub(super) registry: Arc<Registry>,
+    pub(super) home: PathBuf,
+    gzip_cache: GzipCache,
+}
+
+impl AppFiles {
+    pub fn new(registry: Arc<Registry>, home: PathBuf) -> Self {
+        Self { registry, home, gzip_cache: GzipCache::default() }
+    }
+}
+
 /// Compressed files by their tag; `None` if compression saved nothing.
-pub struct GzipCache(moka::sync::Cache<HeaderValue, Option<StaticFile>>);
+struct GzipCache(moka::sync::Cache<HeaderValue, Option<StaticFile>>);
 
 impl Default for GzipCache {
     fn default() -> Self {
@@ -56,14 +69,14 @@ impl GzipCache {
 }
 
 pub async fn page(
-    State(gateway): State<Arc<Gateway>>,
+    State(files): State<Arc<AppFiles>>,
     Extension(caller): Extension<Caller>,
     // Rejects a path that is not text; the whole path is parsed below.
     _: PathParams<BTreeMap<String, String>>,
     request: Request,
 ) -> Response {
     let (request, _) = request.into_parts();
-    match find(&gateway, &caller.0, &request.uri).await {
+    match find(&files, &caller.0, &request.uri).await {
         Ok(PageTarget::Folder(to)) => Redirect::permanent(&to).into_response(),
         Ok(PageTarget::File(file, policy)) => serve(&request, *file, policy),
         Err(problem) => problem.into_response(),
@@ -82,7 +95,7 @@ struct AppFile {
     gzip: Option<StaticFile>,
 }
 
-async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Result<PageTarget, Problem> {
+async fn find(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> Result<PageTarget, Problem> {
     let not_found = || Problem::new(Code::NotFound, "There is no such page.");
     let below = uri.path().strip_prefix("/apps/").unwrap_or_default();
     let (slug, path) = below.split_once('/').map_or((below, None), |(slug, path)| (slug, Some(path)));
@@ -91,7 +104,7 @@ async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Resul
     {
         return Err(Problem::new(Code::Forbidden, "An app may load only its own pages."));
     }
-    let snapshot = gateway.apps.snapshot();
+    let snapshot = files.registry.snapshot();
     let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
     let Some(path) = path else { return Ok(PageTarget::Folder(format!("/apps/{slug}/"))) };
     if manifest.runtime == Runtime::Node {
@@ -100,12 +113,12 @@ async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Resul
     let path = safe_path(path).ok_or_else(not_found)?;
     let output = folder.join(&manifest.output);
     let policy = policy(&manifest.connect);
-    let gateway = gateway.clone();
+    let files = files.clone();
     let opened = tokio::task::spawn_blocking(move || {
-        let folder = Folder::open(&gateway.config.layout.home())?.folder(&output)?;
+        let folder = Folder::open(&files.home)?.folder(&output)?;
         let (file, meta, name) = open(&folder, &path)?;
         let plain = StaticFile::open(file, &meta, &name);
-        let gzip = gateway.gzip_cache.get(&plain);
+        let gzip = files.gzip_cache.get(&plain);
         Ok::<_, io::Error>(PageTarget::File(Box::new(AppFile { plain, gzip }), policy))
     });
     opened.await.ok().and_then(Result::ok).ok_or_else(not_found)

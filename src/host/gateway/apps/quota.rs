@@ -18,7 +18,6 @@ use tokio_util::sync::CancellationToken;
 use crate::agents::owner_config::{Settings, StorageQuotas};
 use crate::gateway::auth::Principal;
 use crate::gateway::database::{Database, DatabaseError};
-use crate::gateway::state::Gateway;
 use crate::system::app_sizes;
 use crate::system::app_sizes::AppSize;
 use crate::system::layout::Layout;
@@ -254,15 +253,14 @@ impl Quotas {
 }
 
 /// Measures periodically until `stop`.
-pub async fn measure(gateway: Arc<Gateway>, stop: CancellationToken) {
-    let quotas = &gateway.quotas;
+pub async fn measure(quotas: Arc<Quotas>, database: Arc<Database>, stop: CancellationToken) {
     let mut is_requested = false;
     let mut earliest = Instant::now();
     loop {
         let mut wait = MEASURE_INTERVAL;
         if is_requested || quotas.is_due() {
             let started = Instant::now();
-            if let Err(error) = quotas.measure(&gateway.database).await {
+            if let Err(error) = quotas.measure(&database).await {
                 tracing::debug!(error = %chain(&error), "measuring app sizes failed; retrying");
                 wait = RETRY_INTERVAL;
             }

@@ -11,8 +11,8 @@ use tokio_postgres::{Client, Transaction};
 
 use super::ddl::{self, ExistingSchema, SchemaChange};
 use super::manifest::{Manifest, Table};
-use super::name::{Name, Slug};
 use crate::gateway::database;
+use crate::gateway::name::{Name, Slug};
 
 /// The result of a registration.
 #[derive(Debug)]

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use backon::{BackoffBuilder, ExponentialBuilder};
 use sd_notify::NotifyState;
 use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::Client;
@@ -13,61 +14,74 @@ use tokio_util::sync::CancellationToken;
 use super::bundled;
 use super::folder::{self, AppFolder};
 use super::manifest::Manifest;
-use super::name::Slug;
 use super::register::{self, RegisterError};
-use super::registry::{App, AppError, AppsSnapshot};
+use super::registry::{App, AppError, AppsSnapshot, Registry};
 use super::watch::FolderWatcher;
-use crate::gateway::database::{self, Budget, DatabaseError, Pool};
-use crate::gateway::state::Gateway;
+use crate::gateway::database::{self, Budget, Database, DatabaseError, Pool};
+use crate::gateway::name::Slug;
+use crate::gateway::writers::Writers;
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
+use crate::system::layout::Layout;
 use crate::system::systemd;
 use svc_http::problem::chain;
+use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
-const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);
-const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
+    .with_min_delay(Duration::from_millis(200))
+    .with_max_delay(Duration::from_secs(5))
+    .without_max_times();
+
+/// What the supervisor reads and keeps up to date.
+pub struct SupervisorContext {
+    pub layout: Layout,
+    pub registry: Arc<Registry>,
+    pub database: Arc<Database>,
+    pub writers: Arc<Writers>,
+    pub epoch: Epoch,
+    /// Timeout of one statement of an app.
+    pub statement_timeout: Duration,
+}
 
 /// Supervises until `stop`.
-pub async fn supervise(gateway: Arc<Gateway>, stop: CancellationToken) {
+pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
+    let (layout, database) = (context.layout.clone(), context.database.clone());
     let mut supervisor = Supervisor {
-        gateway: gateway.clone(),
+        context,
         passwords: HashMap::new(),
         pools: HashMap::new(),
         budget: None,
         snapshot: AppsSnapshot::default(),
         unreadable: BTreeMap::new(),
     };
-    install_bundled(&gateway).await;
+    install_bundled(layout.clone()).await;
     let mut watch = FolderWatcher::new();
-    let mut retry_interval = MIN_RETRY_INTERVAL;
+    let mut retry_delays = RETRY_DELAYS.build();
     loop {
-        watch.follow(&gateway.config.layout.apps());
+        watch.follow(&layout.apps());
         let wait = match supervisor.round().await {
             Ok(()) => {
-                retry_interval = MIN_RETRY_INTERVAL;
+                retry_delays = RETRY_DELAYS.build();
                 RESCAN_INTERVAL
             }
             Err(error) => {
                 tracing::warn!(error = %chain(&error), "setting up the apps failed; retrying");
-                let wait = retry_interval;
-                retry_interval = (retry_interval * 2).min(MAX_RETRY_INTERVAL);
-                wait
+                retry_delays.next().unwrap_or(RESCAN_INTERVAL)
             }
         };
         tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(wait) => {}
             () = watch.changed(), if wait == RESCAN_INTERVAL => {}
-            () = gateway.database.login_refused.notified() => supervisor.snapshot.loaded = false,
+            () = database.login_refused.notified() => supervisor.snapshot.loaded = false,
         }
         supervisor.pools.values().for_each(|pool| pool.close_idle());
     }
 }
 
 /// When a unit of the owner's user installs the apps, the gateway has no write access and skips this.
-async fn install_bundled(gateway: &Gateway) {
-    let layout = gateway.config.layout.clone();
+async fn install_bundled(layout: Layout) {
     let installed = tokio::task::spawn_blocking(move || {
         bundled::may_install(&layout).then(|| bundled::install(&layout)).transpose()
     });
@@ -79,7 +93,7 @@ async fn install_bundled(gateway: &Gateway) {
 }
 
 struct Supervisor {
-    gateway: Arc<Gateway>,
+    context: SupervisorContext,
     passwords: HashMap<Slug, SecretString>,
     pools: HashMap<Slug, Arc<Pool>>,
     budget: Option<Arc<Budget>>,
@@ -123,14 +137,14 @@ impl Supervisor {
     async fn update_database(&mut self, folders: Vec<Manifest>) -> Result<(), RoundError> {
         let mut new_manifests: Vec<Manifest> =
             folders.into_iter().filter(|m| !self.is_registered(m)).collect();
-        if self.gateway.writers.is_quiesced() {
+        if self.context.writers.is_quiesced() {
             // A new table is a write: the next scan after the resume registers it.
             new_manifests.clear();
         }
         if self.snapshot.loaded && new_manifests.is_empty() {
             return Ok(());
         }
-        let mut client = self.gateway.database.connect().await?;
+        let mut client = self.context.database.connect().await?;
         if !self.snapshot.loaded {
             self.load(&mut client).await?;
         }
@@ -144,7 +158,7 @@ impl Supervisor {
     }
 
     async fn read_folders(&mut self) -> Result<Vec<Manifest>, RoundError> {
-        let home = self.gateway.config.layout.home();
+        let home = self.context.layout.home();
         let scanned = tokio::task::spawn_blocking(move || folder::scan(&home)).await;
         let folders = scanned.map_err(|error| RoundError::Folder(std::io::Error::other(error)))?;
         let folders = folders.map_err(RoundError::Folder)?;
@@ -174,13 +188,13 @@ impl Supervisor {
     fn publish(&self) {
         let mut snapshot = self.snapshot.clone();
         snapshot.errors.extend(self.unreadable.clone());
-        self.gateway.apps.publish(snapshot);
+        self.context.registry.publish(snapshot);
     }
 
     /// Prepares the database and registers every app stored in it, with or without a folder.
     async fn load(&mut self, client: &mut Client) -> Result<(), RoundError> {
-        database_identity::verify(&self.gateway.config.layout, client).await?;
-        database::prepare(client, self.gateway.config.epoch()).await?;
+        database_identity::verify(&self.context.layout, client).await?;
+        database::prepare(client, self.context.epoch).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;
             self.budget = Some(Budget::new(connections));
@@ -206,7 +220,7 @@ impl Supervisor {
     async fn register(&mut self, client: &mut Client, manifest: Manifest) -> Result<(), RoundError> {
         let slug = manifest.slug.clone();
         let password = self.password(&slug)?;
-        let timeout = self.gateway.config.statement_timeout;
+        let timeout = self.context.statement_timeout;
         match register::register(client, &manifest, &password, timeout).await {
             Ok(result) => {
                 result.not_done.iter().for_each(|what| tracing::warn!(app = %slug, "not applied: {what}"));
@@ -242,7 +256,7 @@ impl Supervisor {
 
     fn pool(&mut self, slug: &Slug, password: &SecretString) -> Arc<Pool> {
         let budget = self.budget.get_or_insert_with(|| Budget::new(1)).clone();
-        let database = self.gateway.database.clone();
+        let database = self.context.database.clone();
         let new_pool = || {
             let mut config = database.config().clone();
             if config.get_dbname().is_none()

@@ -3,13 +3,15 @@
 //! A presented token is decisive: an invalid one is rejected and never falls back to a weaker identity. The owner is
 //! determined by provisioning, never by anything in the request.
 
+mod admit;
+mod credential;
 mod keyring;
-mod layer;
 mod peer;
 mod replay;
 mod resolve;
 
-pub use layer::{Caller, admit, identify};
+pub use admit::{Caller, admit};
+pub use credential::{AGENT, CALLERS, OWNERS, PLATFORM, READERS, READERS_AND_PLATFORM, VIEWERS};
 pub use resolve::PrincipalResolver;
 
 use std::sync::Arc;

@@ -1,13 +1,12 @@
 //! The bridge's routes and their descriptions. The schema of a query is derived from the table that the request parser
 //! uses.
 
-use axum::routing::{get, post};
 use http::Method;
 use serde_json::{Value, json};
 
 use super::request::{ACTIONS, ActionShape, MAX_OPERATIONS};
-use super::{changes, list_schemas, query};
-use crate::gateway::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::gateway::auth::CALLERS;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, any_text, array, boolean, count,
     matching, named, nullable, object, one_of, text,
@@ -41,7 +40,6 @@ pub static QUERY: Endpoint = Endpoint {
         ],
     },
     max_body_bytes: MAX_QUERY_BYTES,
-    serve: || post(query),
 };
 
 pub static SCHEMAS: Endpoint = Endpoint {
@@ -59,7 +57,6 @@ pub static SCHEMAS: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::NotFound, Code::DatabaseUnavailable, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(list_schemas),
 };
 
 pub static CHANGES: Endpoint = Endpoint {
@@ -98,7 +95,6 @@ pub static CHANGES: Endpoint = Endpoint {
         ],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(changes),
 };
 
 /// The JSON schema of one app's schema.
@@ -176,12 +172,6 @@ fn result_schema() -> Value {
 
 fn created_schema() -> Value {
     object(&[("data", json!({ "type": ["object", "array"] }))], &[])
-}
-
-/// The fields of an action as text.
-pub fn fields_of(shape: &ActionShape, always: &[&'static str]) -> String {
-    let all = ["action"].iter().chain(always).chain(shape.required).chain(shape.optional);
-    all.copied().collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

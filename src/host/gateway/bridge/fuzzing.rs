@@ -16,7 +16,8 @@ use super::plan::plan;
 use super::request::{Action, BridgeRequest};
 use super::sql::Sql;
 pub use crate::gateway::apps::path_in_app;
-use crate::gateway::apps::{ColumnType, Manifest, Name, Table, registration_sql};
+use crate::gateway::apps::{ColumnType, Manifest, Table, registration_sql};
+use crate::gateway::name::Name;
 use svc_machine::epoch::Epoch;
 
 static TABLE: LazyLock<Table> = LazyLock::new(|| {

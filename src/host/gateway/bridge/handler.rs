@@ -13,37 +13,37 @@ use super::answer::{self, BridgeResponse};
 use super::describe::MAX_QUERY_BYTES;
 use super::plan::{self, Plan};
 use super::request::{Action, BridgeRequest, TableCall};
+use super::service::Bridge;
 use super::{refusal, run, schemas};
 use crate::gateway::apps::{App, ChangedRows, SentWrite, WriteSize};
 use crate::gateway::auth::{Caller, Principal};
 use crate::gateway::body;
-use crate::gateway::state::Gateway;
 use svc_base::metrics::BRIDGE_ACTIONS;
 use svc_http::problem::{Code, Problem};
 
 /// `POST /api/bridge/query`.
 pub async fn query(
-    State(gateway): State<Arc<Gateway>>,
+    State(bridge): State<Arc<Bridge>>,
     Extension(caller): Extension<Caller>,
     request: HttpRequest,
 ) -> Response {
     let (head, body) = request.into_parts();
     let mut action = "unreadable";
-    let result = handle_query(&gateway, &caller.0, &head.headers, body, &mut action).await;
+    let result = handle_query(&bridge, &caller.0, &head.headers, body, &mut action).await;
     BRIDGE_ACTIONS.add_one([action, result.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "ok")]);
     result.unwrap_or_else(IntoResponse::into_response)
 }
 
 /// `GET /api/bridge/schemas`.
 pub async fn list_schemas(
-    State(gateway): State<Arc<Gateway>>,
+    State(bridge): State<Arc<Bridge>>,
     Extension(caller): Extension<Caller>,
 ) -> Response {
-    schemas_response(&gateway, &caller.0, None).unwrap_or_else(IntoResponse::into_response)
+    schemas_response(&bridge, &caller.0, None).unwrap_or_else(IntoResponse::into_response)
 }
 
 async fn handle_query(
-    gateway: &Gateway,
+    bridge: &Bridge,
     principal: &Principal,
     headers: &HeaderMap,
     body: Body,
@@ -55,14 +55,14 @@ async fn handle_query(
     *action_name = action.name();
     let app = app.as_deref();
     let calls = match &action {
-        Action::Schemas => return schemas_response(gateway, principal, app),
+        Action::Schemas => return schemas_response(bridge, principal, app),
         Action::Table(call) => std::slice::from_ref(call),
         Action::Transaction(calls) => calls,
     };
     let slug = app.unwrap_or_default();
     allow(principal, slug)?;
-    let _permit = gateway.writers.admit()?;
-    let app = find_app(gateway, slug)?;
+    let _permit = bridge.writers.admit()?;
+    let app = bridge.find_app(slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
     let locate =
         |problem, index| if is_transaction { refusal::at_operation(problem, index) } else { problem };
@@ -71,12 +71,12 @@ async fn handle_query(
         plans.push(plan_call(&app, call).map_err(|problem| locate(problem, index))?);
     }
     if calls.iter().any(|call| call.operation.adds_data()) {
-        gateway.quotas.admit(|| gateway.kernel.settings(), principal, slug)?;
+        bridge.quotas.admit(|| bridge.kernel.settings(), principal, slug)?;
     }
-    let sent = record_write(gateway, slug, &plans, body.len());
+    let sent = record_write(bridge, slug, &plans, body.len());
     let uncounted = ChangedRows::default();
     let changed = sent.as_ref().map_or(&uncounted, |sent| &sent.changed);
-    let limit = gateway.config.statement_timeout;
+    let limit = bridge.statement_timeout;
     let answer = if is_transaction {
         let ran = run::run_transaction(&app.pool, plans, limit, changed).await;
         ran.map(|answers| answer::json_response(StatusCode::OK, BridgeResponse::all(&answers))).map_err(
@@ -95,23 +95,23 @@ async fn handle_query(
         && let Some(sent) = sent
     {
         sent.settle();
-        gateway.changes.wake();
+        bridge.changes.wake();
     }
     answer
 }
 
 /// Counts a write against the quota before it is sent.
-fn record_write<'g>(
-    gateway: &'g Gateway,
-    slug: &'g str,
+fn record_write<'b>(
+    bridge: &'b Bridge,
+    slug: &'b str,
     plans: &[Plan<'_>],
     body_bytes: usize,
-) -> Option<SentWrite<'g>> {
+) -> Option<SentWrite<'b>> {
     let rows = plans.iter().map(Plan::inserted_rows).sum();
     let is_by_filter = plans.iter().any(Plan::is_by_filter);
     let is_write = plans.iter().any(Plan::is_write);
     let size = WriteSize { body_bytes, rows, is_by_filter };
-    is_write.then(|| gateway.quotas.send(|| gateway.kernel.settings(), slug, size))
+    is_write.then(|| bridge.quotas.send(|| bridge.kernel.settings(), slug, size))
 }
 
 fn plan_call<'a>(app: &'a App, call: &TableCall<'_>) -> Result<Plan<'a>, Problem> {
@@ -139,15 +139,6 @@ pub(super) fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
     }
 }
 
-pub(super) fn find_app(gateway: &Gateway, slug: &str) -> Result<Arc<App>, Problem> {
-    let snapshot = gateway.apps.snapshot();
-    match snapshot.apps.get(slug) {
-        Some(app) => Ok(app.clone()),
-        None if !snapshot.loaded => Err(refusal::unavailable()),
-        None => Err(Problem::new(Code::NotFound, "There is no such app.")),
-    }
-}
-
 /// The default app when a request names none; `None` means all apps.
 ///
 /// # Errors
@@ -167,11 +158,7 @@ pub(super) fn only_app(principal: &Principal) -> Result<Option<&str>, Problem> {
 }
 
 /// Returns the schemas of all apps or of `app`; an app gets its own.
-fn schemas_response(
-    gateway: &Gateway,
-    principal: &Principal,
-    app: Option<&str>,
-) -> Result<Response, Problem> {
+fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
     let only = match app {
         Some(app) => Some(app),
         None => only_app(principal)?,
@@ -179,10 +166,10 @@ fn schemas_response(
     let data = match only {
         Some(slug) => {
             allow(principal, slug)?;
-            vec![schemas::schema_json(&*find_app(gateway, slug)?)]
+            vec![schemas::schema_json(&*bridge.find_app(slug)?)]
         }
         None => {
-            let snapshot = gateway.apps.snapshot();
+            let snapshot = bridge.apps.snapshot();
             if !snapshot.loaded {
                 return Err(refusal::unavailable());
             }

@@ -20,11 +20,12 @@ mod refusal;
 mod request;
 mod run;
 mod schemas;
+mod service;
 mod sql;
 mod value;
 
 pub use answer::json_response;
-use changes::changes;
-pub use changes::{ChangeFeed, IdSecret, run_change_feed};
+pub use changes::{ChangeFeed, IdSecret, changes};
 pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
-use handler::{list_schemas, query};
+pub use handler::{list_schemas, query};
+pub use service::Bridge;

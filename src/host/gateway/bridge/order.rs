@@ -4,7 +4,6 @@
 
 use serde_json::value::RawValue;
 
-use super::cursor::Cursor;
 use super::fields::{Fields, elements, text};
 use super::sql::Sql;
 use crate::gateway::apps::{Column, Table};
@@ -75,12 +74,12 @@ impl<'t> Order<'t> {
         });
     }
 
-    /// Writes the condition that a row comes after the cursor.
-    pub fn write_after(&self, cursor: &Cursor, sql: &mut Sql) {
+    /// Writes the condition that a row comes after the one with these values of the keys.
+    pub fn write_after(&self, values: &[Option<String>], sql: &mut Sql) {
         if self.is_plain() {
-            self.write_row_comparison(cursor, sql);
+            self.write_row_comparison(values, sql);
         } else {
-            self.write_steps(cursor, sql);
+            self.write_steps(values, sql);
         }
     }
 
@@ -90,22 +89,22 @@ impl<'t> Order<'t> {
         self.keys.iter().all(|(column, direction)| !column.is_nullable() && Some(*direction) == first)
     }
 
-    fn write_row_comparison(&self, cursor: &Cursor, sql: &mut Sql) {
+    fn write_row_comparison(&self, values: &[Option<String>], sql: &mut Sql) {
         sql.push("(").list(&self.keys, ", ", |sql, (column, _)| {
             sql.column(column);
         });
         let descending = self.keys.first().is_some_and(|(_, d)| *d == Direction::Descending);
         sql.push(if descending { ") < (" } else { ") > (" });
-        sql.list(self.keys.iter().zip(&cursor.keys), ", ", |sql, ((column, _), value)| {
+        sql.list(self.keys.iter().zip(values), ", ", |sql, ((column, _), value)| {
             sql.bind_text(column.kind, value.clone().unwrap_or_default());
         });
         sql.push(")");
     }
 
-    /// For each key: equal in the keys before it, and after the cursor in this one. NULL comes last ascending and first
+    /// For each key: equal in the keys before it, and after it in this one. NULL comes last ascending and first
     /// descending.
-    fn write_steps(&self, cursor: &Cursor, sql: &mut Sql) {
-        let keys: Vec<_> = self.keys.iter().zip(&cursor.keys).collect();
+    fn write_steps(&self, values: &[Option<String>], sql: &mut Sql) {
+        let keys: Vec<_> = self.keys.iter().zip(values).collect();
         sql.push("(");
         sql.list(0..keys.len(), " OR ", |sql, last| {
             sql.push("(");

@@ -13,7 +13,8 @@ use super::param::Param;
 use super::request::{CountMode, Find, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
-use crate::gateway::apps::{Column, ColumnType, Name, Table};
+use crate::gateway::apps::{Column, ColumnType, Table};
+use crate::gateway::name::Name;
 use svc_http::problem::FieldError;
 
 const DEFAULT_LIMIT: i64 = 100;
@@ -232,7 +233,7 @@ impl<'t> TablePlanner<'_, 't> {
         }
         if let Some(cursor) = after {
             sql.push(" AND ");
-            order.write_after(cursor, &mut sql);
+            order.write_after(&cursor.keys, &mut sql);
         }
         sql.push(" ORDER BY ");
         order.write(&mut sql);

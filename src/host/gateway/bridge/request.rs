@@ -5,7 +5,6 @@ use std::borrow::Cow;
 
 use serde_json::value::RawValue;
 
-use super::describe::fields_of;
 use super::fields::{Fields, elements, text};
 use super::filter::escape_segment;
 use svc_http::problem::{FieldError, Problem};
@@ -338,6 +337,12 @@ impl<'a, 'w> Reader<'a, 'w> {
             self.errors.push(FieldError { pointer, detail });
         }
     }
+}
+
+/// The fields of an action as text.
+fn fields_of(shape: &ActionShape, always: &[&'static str]) -> String {
+    let all = ["action"].iter().chain(always).chain(shape.required).chain(shape.optional);
+    all.copied().collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

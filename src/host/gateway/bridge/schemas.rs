@@ -2,7 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::gateway::apps::{App, Column, Name, Origin, Table};
+use crate::gateway::apps::{App, Column, Origin, Table};
+use crate::gateway::name::Name;
 
 /// The schema of one app.
 pub fn schema_json(app: &App) -> Value {

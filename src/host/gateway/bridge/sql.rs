@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use super::param::Param;
-use crate::gateway::apps::{Column, ColumnType, Name};
+use crate::gateway::apps::{Column, ColumnType};
+use crate::gateway::name::Name;
 
 /// Maximum size of a row's JSON; no request writes or reads a larger one.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;

@@ -6,6 +6,7 @@ use tokio_postgres::Client;
 
 use super::connect::DatabaseError;
 use super::outbox;
+use super::schema_lock::lock;
 use svc_machine::epoch::Epoch;
 
 /// Connections reserved for the owner's tools, backups and the gateway itself.
@@ -60,11 +61,6 @@ pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseEr
     }
     transaction.commit().await?;
     Ok(())
-}
-
-/// Allows only one gateway at a time to change schemas and roles.
-pub async fn lock(transaction: &tokio_postgres::Transaction<'_>) -> Result<(), tokio_postgres::Error> {
-    transaction.batch_execute("SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))").await
 }
 
 /// Maximum number of connections of all apps together.

@@ -9,11 +9,13 @@ mod occupancy;
 pub mod outbox;
 mod pool;
 mod role;
+mod schema_lock;
 
 pub use budget::Budget;
-pub use cluster::{connection_budget, lock, prepare};
+pub use cluster::{connection_budget, prepare};
 pub use connect::{Database, DatabaseError};
 pub use connection::Connection;
 pub use lease::Lease;
 pub use pool::{Pool, PoolError};
 pub use role::{fresh_password, open_login};
+pub use schema_lock::lock;

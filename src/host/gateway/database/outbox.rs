@@ -10,7 +10,8 @@
 use tokio_postgres::{Client, GenericClient, Transaction};
 
 use super::connect::DatabaseError;
-use crate::gateway::apps::Name;
+use super::schema_lock;
+use crate::gateway::name::Name;
 use svc_machine::epoch::Epoch;
 
 /// The notification channel for changes of other sessions.
@@ -153,7 +154,7 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
 pub async fn start_watching(client: &mut Client, schema: &Name) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
-    super::lock(&transaction).await?;
+    schema_lock::lock(&transaction).await?;
     create_triggers(&transaction, schema).await?;
     let note = "INSERT INTO svc.watched (schema_name) VALUES ($1)
                 ON CONFLICT (schema_name) DO UPDATE SET listened_at = now()";

@@ -8,7 +8,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::GenericClient;
 
-use crate::gateway::apps::Name;
+use crate::gateway::name::Name;
 
 /// Generates a password.
 ///

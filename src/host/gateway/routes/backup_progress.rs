@@ -1,17 +1,14 @@
 //! `GET /_svc/internal/backup`: the running backup, and the result of the last one.
 
-use std::sync::Arc;
-
 use axum::Json;
 use axum::extract::State;
-use axum::routing::get;
 use http::Method;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, documented_json};
-use crate::gateway::state::Gateway;
+use crate::gateway::auth::PLATFORM;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::blocking::blocking;
 use crate::system::layout::Layout;
@@ -57,8 +54,7 @@ struct LastRunView {
     held: Option<HeldBack>,
 }
 
-async fn show(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
-    let layout = gateway.config.layout.clone();
+pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
     Ok(Json(blocking(move || backup_status(&layout)).await?))
 }
 
@@ -113,7 +109,6 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(show),
 };
 
 fn held() -> Value {

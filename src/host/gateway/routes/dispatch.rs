@@ -7,7 +7,6 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, post};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use http::{HeaderMap, Method, StatusCode, header};
@@ -23,11 +22,11 @@ use crate::agents::dispatch::request::{
 };
 use crate::agents::dispatch::state::{Dispatch, Phase};
 use crate::agents::dispatch::{DispatchTarget, Dispatcher};
-use crate::gateway::auth::Caller;
+use crate::agents::kernel::Kernel;
+use crate::gateway::auth::{Caller, OWNERS, PrincipalResolver};
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, documented_json};
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
-use crate::gateway::state::Gateway;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, fields, matching,
     named, nullable, object, one_of, text, text_to, time,
@@ -38,21 +37,23 @@ use svc_http::problem::{Code, Problem};
 /// Maximum number of listed dispatches.
 const MAX_LISTED: usize = 200;
 
-async fn dispatch(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn dispatch(
+    State(dispatcher): State<Arc<Dispatcher>>,
+    State(kernel): State<Arc<Kernel>>,
+    State(resolver): State<Arc<PrincipalResolver>>,
     Extension(Caller(caller)): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
     let mut fields = body::fields(&headers, body, MAX_BODY_BYTES).await?;
-    let settings = gateway.kernel.settings();
-    let asked = DispatchRequest::read(&mut fields, &sender(&gateway, &caller), &settings.agents);
+    let settings = kernel.settings();
+    let asked = DispatchRequest::read(&mut fields, &sender(&resolver, &caller), &settings.agents);
     let asked = fields.finish(asked)?;
-    let found = gateway.dispatcher.accept(asked).await?;
+    let found = dispatcher.accept(asked).await?;
     if wants_json(&headers) {
-        return Ok((StatusCode::ACCEPTED, Json(dispatch_json(&gateway.dispatcher, &found))).into_response());
+        return Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &found))).into_response());
     }
-    Ok(stream_events(&gateway.dispatcher, found, 0))
+    Ok(stream_events(&dispatcher, found, 0))
 }
 
 /// Whether the client accepts JSON but no events; it then polls for the result.
@@ -62,23 +63,23 @@ fn wants_json(headers: &HeaderMap) -> bool {
     accepted.contains("application/json") && !accepted.contains("text/event-stream")
 }
 
-async fn list(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
-    gateway.dispatcher.ready().await?;
-    let all = gateway.dispatcher.list();
+pub async fn list(State(dispatcher): State<Arc<Dispatcher>>) -> Result<Json<Value>, Problem> {
+    dispatcher.ready().await?;
+    let all = dispatcher.list();
     let all: Vec<Value> = all.iter().take(MAX_LISTED).map(|one| one.to_json()).collect();
     Ok(Json(json!({ "dispatches": all })))
 }
 
-async fn show(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn show(
+    State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
 ) -> Result<Json<Value>, Problem> {
-    let found = find_dispatch(&gateway, &id).await?;
-    Ok(Json(dispatch_json(&gateway.dispatcher, &found)))
+    let found = find_dispatch(&dispatcher, &id).await?;
+    Ok(Json(dispatch_json(&dispatcher, &found)))
 }
 
-async fn follow(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn follow(
+    State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
@@ -93,30 +94,30 @@ async fn follow(
         }
         None => None,
     };
-    let found = find_dispatch(&gateway, &id).await?;
+    let found = find_dispatch(&dispatcher, &id).await?;
     let from = last.map_or(0, |last| last.saturating_add(1));
     let read = found.log().read(from);
     if last.is_some() && read.is_over && read.events.is_empty() {
         // 204 stops a browser's EventSource from reconnecting.
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
-    Ok(stream_events(&gateway.dispatcher, found, from))
+    Ok(stream_events(&dispatcher, found, from))
 }
 
-async fn cancel(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn cancel(
+    State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
 ) -> Result<Response, Problem> {
-    let found = find_dispatch(&gateway, &id).await?;
-    gateway.dispatcher.cancel(&found).await;
-    Ok((StatusCode::ACCEPTED, Json(dispatch_json(&gateway.dispatcher, &found))).into_response())
+    let found = find_dispatch(&dispatcher, &id).await?;
+    dispatcher.cancel(&found).await;
+    Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &found))).into_response())
 }
 
-async fn find_dispatch(gateway: &Gateway, id: &str) -> Result<DispatchTarget, Problem> {
-    gateway.dispatcher.ready().await?;
+async fn find_dispatch(dispatcher: &Dispatcher, id: &str) -> Result<DispatchTarget, Problem> {
+    dispatcher.ready().await?;
     let unknown = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
     let id: DispatchId = id.parse().map_err(|_| unknown())?;
-    gateway.dispatcher.find(&id).await?.ok_or_else(unknown)
+    dispatcher.find(&id).await?.ok_or_else(unknown)
 }
 
 fn dispatch_json(dispatcher: &Dispatcher, found: &DispatchTarget) -> Value {
@@ -290,7 +291,6 @@ pub static DISPATCH: Endpoint = Endpoint {
         ],
     },
     max_body_bytes: MAX_BODY_BYTES,
-    serve: || post(dispatch),
 };
 
 pub static LIST: Endpoint = Endpoint {
@@ -308,7 +308,6 @@ pub static LIST: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(list),
 };
 
 pub static SHOW: Endpoint = Endpoint {
@@ -324,7 +323,6 @@ pub static SHOW: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(show),
 };
 
 pub static FOLLOW: Endpoint = Endpoint {
@@ -351,7 +349,6 @@ pub static FOLLOW: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(follow),
 };
 
 pub static CANCEL: Endpoint = Endpoint {
@@ -371,5 +368,4 @@ pub static CANCEL: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || delete(cancel),
 };

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use axum::Extension;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
 use http::{HeaderValue, Method, StatusCode, header};
 use serde_json::{Value, json};
 
+use crate::gateway::apps::Registry;
 use crate::gateway::auth::Ingress;
+use crate::gateway::database::Database;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::gateway::state::Gateway;
 use svc_http::openapi::{Operation, object, one_of, text};
 use svc_http::problem::chain;
 
@@ -21,12 +21,16 @@ pub async fn live() -> Response {
 }
 
 /// Reports whether the database answers and its apps are loaded, so that the bridge is usable.
-pub async fn ready(State(gateway): State<Arc<Gateway>>, Extension(ingress): Extension<Ingress>) -> Response {
-    let database = gateway.database.server().await;
+pub async fn ready(
+    State(database): State<Arc<Database>>,
+    State(apps): State<Arc<Registry>>,
+    Extension(ingress): Extension<Ingress>,
+) -> Response {
+    let database = database.server().await;
     if let Err(error) = &database {
         tracing::warn!(error = %chain(error), "not ready");
     }
-    let apps = gateway.apps.snapshot().loaded;
+    let apps = apps.snapshot().loaded;
     let (status, label) = match (&database, apps) {
         (Ok(_), true) => (StatusCode::OK, "ready"),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "unready"),
@@ -65,7 +69,6 @@ pub static LIVE: Endpoint = Endpoint {
         problems: &[],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(live),
 };
 
 pub static READY: Endpoint = Endpoint {
@@ -84,7 +87,6 @@ pub static READY: Endpoint = Endpoint {
         problems: &[],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(ready),
 };
 
 fn readiness() -> Value {

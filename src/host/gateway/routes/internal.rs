@@ -1,20 +1,18 @@
 //! `/_svc/internal/…`: requests of the platform to this machine. Each becomes a file that a unit consumes.
 
-use std::sync::Arc;
-
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use axum::routing::post;
 use http::{HeaderMap, Method, StatusCode};
 use jiff::Timestamp;
 use serde_json::json;
 
+use crate::gateway::auth::PLATFORM;
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, documented_json};
-use crate::gateway::state::Gateway;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::system::blocking::blocking;
+use crate::system::layout::Layout;
 use crate::update::protocol::UpdateRequest;
 use svc_base::clock::rfc3339_ms;
 use svc_base::fsx;
@@ -24,23 +22,23 @@ use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
 /// `POST /_svc/internal/backup`: requests a backup. A repeated request before it runs has no further effect.
-pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    write_request(&gateway, "backup").await
+pub async fn backup(State(layout): State<Layout>) -> Result<Response, Problem> {
+    write_request(&layout, "backup").await
 }
 
 /// `POST /_svc/internal/backup-accept`: requests that the held-back snapshot becomes the latest.
-pub async fn accept(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    write_request(&gateway, "accept").await
+pub async fn accept(State(layout): State<Layout>) -> Result<Response, Problem> {
+    write_request(&layout, "accept").await
 }
 
 /// `POST /_svc/internal/drill`: requests a restore drill of the latest snapshot.
-pub async fn drill(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    write_request(&gateway, "drill").await
+pub async fn drill(State(layout): State<Layout>) -> Result<Response, Problem> {
+    write_request(&layout, "drill").await
 }
 
 /// Writes the request file with this name.
-async fn write_request(gateway: &Gateway, name: &'static str) -> Result<Response, Problem> {
-    let path = gateway.config.layout.request(name);
+async fn write_request(layout: &Layout, name: &'static str) -> Result<Response, Problem> {
+    let path = layout.request(name);
     let requested_at = rfc3339_ms(Timestamp::now());
     let content =
         json!({ "requestedAt": requested_at, "by": "platform", "requestId": request_id::current() })
@@ -53,7 +51,7 @@ async fn write_request(gateway: &Gateway, name: &'static str) -> Result<Response
 /// `POST /_svc/internal/update`: requests an update. The request only names the release; the updater, which runs as
 /// root and trusts no other process, decides whether to install it.
 pub async fn update(
-    State(gateway): State<Arc<Gateway>>,
+    State(layout): State<Layout>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
@@ -61,7 +59,7 @@ pub async fn update(
     let version = fields.required("imageVersion");
     let version: ImageVersion = fields.finish(version)?;
     let request = UpdateRequest::new(version);
-    let (layout, stored) = (gateway.config.layout.clone(), request.clone());
+    let stored = request.clone();
     blocking(move || stored.write(&layout)).await?;
     let body = json!({
         "request": "update", "imageVersion": request.image_version, "requestedAt": rfc3339_ms(request.requested_at),
@@ -88,7 +86,6 @@ pub static UPDATE: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(update),
 };
 
 pub static BACKUP: Endpoint = Endpoint {
@@ -106,7 +103,6 @@ pub static BACKUP: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(backup),
 };
 
 pub static ACCEPT: Endpoint = Endpoint {
@@ -124,7 +120,6 @@ pub static ACCEPT: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(accept),
 };
 
 pub static DRILL: Endpoint = Endpoint {
@@ -142,5 +137,4 @@ pub static DRILL: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(drill),
 };

@@ -5,7 +5,6 @@ use std::sync::{Arc, PoisonError};
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, RawQuery, State};
-use axum::routing::{get, put};
 use http::{HeaderMap, Method};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
@@ -13,16 +12,16 @@ use serde_json::{Map, Value, json};
 use crate::agents::kernel::Kernel;
 use crate::agents::owner_config;
 use crate::agents::owner_config::Settings;
-use crate::gateway::auth::{Caller, Principal};
+use crate::gateway::auth::{Caller, OWNERS, Principal, PrincipalResolver, READERS};
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, READERS, documented_json};
-use crate::gateway::state::Gateway;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::records::calendar::Calendar;
 use crate::records::entry::{AuditEntry, Op};
 use crate::records::limits::{Period, Spent};
 use crate::records::money::Dollars;
 use crate::records::writer::Record;
 use crate::system::blocking::blocking;
+use crate::system::layout::Layout;
 use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
 use svc_http::fields::Fields;
@@ -36,24 +35,25 @@ use svc_http::usage::MAX_SENDER_CHARS;
 /// Maximum length of a time zone's name.
 const MAX_ZONE_CHARS: usize = 64;
 
-async fn show(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn show(
+    State(kernel): State<Arc<Kernel>>,
+    State(resolver): State<Arc<PrincipalResolver>>,
     Extension(Caller(caller)): Extension<Caller>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<Value>, Problem> {
     let mut query = Fields::of_query(&query.unwrap_or_default());
     let user = query.optional_text("userId", MAX_SENDER_CHARS);
     let user = query.finish(Some(user))?;
-    Ok(Json(limits_json(&gateway.kernel, &user.unwrap_or_else(|| sender(&gateway, &caller))).await?))
+    Ok(Json(limits_json(&kernel, &user.unwrap_or_else(|| sender(&resolver, &caller))).await?))
 }
 
 /// The default sender id of a caller's dispatches.
-pub fn sender(gateway: &Gateway, caller: &Principal) -> String {
+pub fn sender(resolver: &PrincipalResolver, caller: &Principal) -> String {
     match caller {
         Principal::Owner { sub } | Principal::OwnersProcess { sub } => sub.as_str().to_owned(),
         Principal::App { slug } => format!("app:{slug}"),
         Principal::Platform | Principal::Admin | Principal::Agent { .. } => {
-            gateway.principal_resolver.owner().as_str().to_owned()
+            resolver.owner().as_str().to_owned()
         }
     }
 }
@@ -99,8 +99,10 @@ struct LimitsChange {
     time_zone: Option<String>,
 }
 
-async fn set(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn set(
+    State(kernel): State<Arc<Kernel>>,
+    State(resolver): State<Arc<PrincipalResolver>>,
+    State(layout): State<Layout>,
     Extension(Caller(caller)): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
@@ -113,9 +115,9 @@ async fn set(
         time_zone: zone(&mut fields),
     };
     let change = fields.finish(Some(change))?;
-    let file = gateway.config.layout.settings();
-    let records = gateway.kernel.records().clone();
-    let lock = gateway.kernel.settings_lock();
+    let file = layout.settings();
+    let records = kernel.records().clone();
+    let lock = kernel.settings_lock();
     let changed = blocking(move || {
         let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
         let size = write_limits(&file, &change)?;
@@ -131,7 +133,7 @@ async fn set(
             "system/config.json is not a JSON object: correct it and try again. Nothing was changed.";
         return Err(Problem::new(Code::Conflict, detail));
     }
-    Ok(Json(limits_json(&gateway.kernel, &sender(&gateway, &caller)).await?))
+    Ok(Json(limits_json(&kernel, &sender(&resolver, &caller)).await?))
 }
 
 fn dollars(fields: &mut Fields, name: &str) -> Option<Dollars> {
@@ -235,7 +237,6 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(show),
 };
 
 pub static SET_LIMITS: Endpoint = Endpoint {
@@ -262,5 +263,4 @@ pub static SET_LIMITS: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable, Code::Conflict],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || put(set),
 };

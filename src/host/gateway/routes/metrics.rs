@@ -10,7 +10,9 @@ use http::header;
 use jiff::Timestamp;
 use serde::Deserialize;
 
-use crate::gateway::state::Gateway;
+use crate::agents::kernel::Kernel;
+use crate::gateway::apps::Registry;
+use crate::gateway::bridge::ChangeFeed;
 use crate::records::files::RecordKind;
 use crate::records::page::{self, Verdict};
 use crate::snapshots::check_log::{Check, CheckKind, Status};
@@ -23,20 +25,25 @@ use svc_http::problem::Problem;
 use svc_store::key;
 
 /// `GET /metrics`.
-pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Extension<Scrape>) -> Response {
-    let apps = gateway.apps.snapshot();
+pub async fn metrics(
+    State(registry): State<Arc<Registry>>,
+    State(changes): State<Arc<ChangeFeed>>,
+    State(kernel): State<Arc<Kernel>>,
+    State(layout): State<Layout>,
+    Extension(scrape): Extension<Scrape>,
+) -> Response {
+    let apps = registry.snapshot();
     APPS.set([], apps.apps.len() as f64);
-    LISTENERS.set([], gateway.changes.streams() as f64);
+    LISTENERS.set([], changes.streams() as f64);
     let (open, busy) = apps.apps.values().fold((0, 0), |(open, busy), app| {
         let pool = app.pool.in_use();
         (open + pool.0, busy + pool.1)
     });
     POOL_CONNECTIONS.set(["open"], open as f64);
     POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
-    let records = gateway.kernel.records();
+    let records = kernel.records();
     RECORDS_STUCK.set([], f64::from(u8::from(records.is_stuck())));
     RECORDS_WAITING.set([], records.waiting_bytes() as f64);
-    let layout = gateway.config.layout.clone();
     // Reads records and /proc, which blocks.
     let rendered = tokio::task::spawn_blocking(move || {
         measure_backups(&layout.logs());

@@ -6,14 +6,13 @@ use std::sync::Arc;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use axum::routing::post;
 use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 
+use crate::gateway::auth::PLATFORM;
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, documented_json};
-use crate::gateway::state::Gateway;
-use crate::gateway::writers::Progress;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::gateway::writers::{Progress, Writers};
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{Operation, count, fields, nullable, object, time, uuid};
 use svc_http::problem::{Code, Problem};
@@ -26,13 +25,13 @@ async fn operation_id(headers: &HeaderMap, body: Body) -> Result<OperationId, Pr
 }
 
 /// `POST /_svc/internal/quiesce`
-async fn quiesce(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn quiesce(
+    State(writers): State<Arc<Writers>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, Problem> {
     let operation = operation_id(&headers, body).await?;
-    let Progress { quiesce, running_dispatches } = gateway.writers.quiesce(&gateway, operation).await?;
+    let Progress { quiesce, running_dispatches } = writers.quiesce(operation).await?;
     Ok(Json(json!({
         "operationId": quiesce.operation_id,
         "quiescedAt": quiesce.quiesced_at.map(rfc3339_ms),
@@ -41,13 +40,13 @@ async fn quiesce(
 }
 
 /// `POST /_svc/internal/resume`
-async fn resume(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn resume(
+    State(writers): State<Arc<Writers>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, Problem> {
     let operation = operation_id(&headers, body).await?;
-    gateway.writers.resume(&gateway, operation).await?;
+    writers.resume(operation).await?;
     Ok(Json(json!({})))
 }
 
@@ -70,7 +69,6 @@ pub static QUIESCE: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(quiesce),
 };
 
 pub static RESUME: Endpoint = Endpoint {
@@ -86,5 +84,4 @@ pub static RESUME: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(resume),
 };

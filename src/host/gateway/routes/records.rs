@@ -1,21 +1,22 @@
 //! The routes of the records and their descriptions.
 
 use axum::extract::{RawQuery, State};
-use axum::routing::get;
+use axum::response::Response;
 use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
 use super::record_lines;
 use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, documented_json};
-use crate::gateway::state::Gateway;
+use crate::agents::kernel::Kernel;
+use crate::gateway::auth::READERS;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::records::files::RecordKind;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, matching,
     named, nullable, number, object, one_of, text, text_to, time,
 };
-use svc_http::problem::Code;
+use svc_http::problem::{Code, Problem};
 
 const fn filter(name: &'static str, about: &'static str) -> Parameter {
     Parameter { name, location: ParameterLocation::Query, schema: || text_to(MAX_FILTER_CHARS), about }
@@ -60,7 +61,7 @@ const EVENTS: DocumentedResponse = DocumentedResponse {
 
 /// The two routes of a record: its pages and its stream.
 macro_rules! record {
-    ($list:ident, $follow:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $what:literal,
+    ($list:ident, $list_handler:ident, $follow:ident, $follow_handler:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $what:literal,
      [$($filter:expr),*], $member:literal, $line_schema:literal) => {
         pub static $list: Endpoint = Endpoint {
             operation: Operation {
@@ -77,12 +78,14 @@ macro_rules! record {
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
             },
             max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-            serve: || {
-                get(|State(gateway): State<Arc<Gateway>>, RawQuery(query): RawQuery| async move {
-                    record_lines::list(&gateway.kernel, &$view, query.as_deref()).await
-                })
-            },
         };
+
+        pub async fn $list_handler(
+            State(kernel): State<Arc<Kernel>>,
+            RawQuery(query): RawQuery,
+        ) -> Result<Response, Problem> {
+            record_lines::list(&kernel, &$view, query.as_deref()).await
+        }
 
         pub static $follow: Endpoint = Endpoint {
             operation: Operation {
@@ -97,12 +100,15 @@ macro_rules! record {
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
             },
             max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-            serve: || {
-                get(|State(gateway): State<Arc<Gateway>>, headers: HeaderMap, RawQuery(query): RawQuery| async move {
-                    record_lines::follow(&gateway.kernel, &$view, &headers, query.as_deref()).await
-                })
-            },
         };
+
+        pub async fn $follow_handler(
+            State(kernel): State<Arc<Kernel>>,
+            headers: HeaderMap,
+            RawQuery(query): RawQuery,
+        ) -> Result<Response, Problem> {
+            record_lines::follow(&kernel, &$view, &headers, query.as_deref()).await
+        }
     };
 }
 
@@ -129,7 +135,9 @@ static BACKUPS_VIEW: RecordView =
 
 record!(
     INTERACTIONS,
+    list_interactions,
     FOLLOW_INTERACTIONS,
+    follow_interactions,
     INTERACTIONS_VIEW,
     "listInteractions",
     "followInteractions",
@@ -149,7 +157,9 @@ record!(
 );
 record!(
     AUDIT,
+    list_audit,
     FOLLOW_AUDIT,
+    follow_audit,
     AUDIT_VIEW,
     "listAudit",
     "followAudit",
@@ -166,7 +176,9 @@ record!(
 );
 record!(
     ACTIVITY,
+    list_activity,
     FOLLOW_ACTIVITY,
+    follow_activity,
     ACTIVITY_VIEW,
     "listActivity",
     "followActivity",
@@ -178,7 +190,9 @@ record!(
 );
 record!(
     STORAGE,
+    list_storage,
     FOLLOW_STORAGE,
+    follow_storage,
     STORAGE_VIEW,
     "listStorage",
     "followStorage",
@@ -190,7 +204,9 @@ record!(
 );
 record!(
     BACKUPS,
+    list_backups,
     FOLLOW_BACKUPS,
+    follow_backups,
     BACKUPS_VIEW,
     "listBackups",
     "followBackups",

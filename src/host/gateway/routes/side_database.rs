@@ -2,19 +2,16 @@
 //!
 //! A request becomes a file that a unit consumes; the unit's state file is shown here.
 
-use std::sync::Arc;
-
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete as on_delete, get, post};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::{Value, json};
 
+use crate::gateway::auth::OWNERS;
 use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, documented_json};
-use crate::gateway::state::Gateway;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::snapshots::side_database;
 use crate::snapshots::side_database::{Action, Copy, MAX_TABLES, Mode, Request, SnapshotChoice, Status};
 use crate::system::blocking::blocking;
@@ -28,8 +25,7 @@ use svc_http::problem::{Code, Problem};
 use svc_store::key::SnapshotKey;
 
 /// `GET /api/side-database`
-pub async fn show(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
-    let layout = gateway.config.layout.clone();
+pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
     let state = blocking(move || describe_state(&layout)).await?;
     Ok(Json(state))
 }
@@ -62,11 +58,7 @@ fn describe_state(layout: &Layout) -> Result<Value, FileError> {
 }
 
 /// `POST /api/side-database`: requests an earlier snapshot beside the database.
-pub async fn open(
-    State(gateway): State<Arc<Gateway>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Problem> {
+pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
     let at = fields.time("at");
@@ -75,15 +67,11 @@ pub async fn open(
     }
     let chosen = SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at };
     let chosen = fields.finish(Some(chosen))?;
-    submit(&gateway, Action::Open(chosen)).await
+    submit(layout, Action::Open(chosen)).await
 }
 
 /// `POST /api/side-database/copy`: copies rows of its tables back into the database.
-pub async fn copy(
-    State(gateway): State<Arc<Gateway>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Problem> {
+pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let has_tables = fields.has("tables");
     let tables = fields.strings("tables", MAX_TABLES);
@@ -97,8 +85,8 @@ pub async fn copy(
     let backup = fields.boolean("backup").unwrap_or(true);
     let copy = Copy { tables, mode: mode.unwrap_or(Mode::Missing), dry_run, backup };
     let copy = fields.finish(Some(copy))?;
-    let layout = gateway.config.layout.clone();
-    let state = blocking(move || side_database::State::read(&layout)).await?;
+    let state_layout = layout.clone();
+    let state = blocking(move || side_database::State::read(&state_layout)).await?;
     let open_state = state.filter(|state| matches!(state.status, Status::Open | Status::Copying));
     let Some(state) = open_state else {
         let detail = "No side database is open: POST /api/side-database opens one.";
@@ -110,16 +98,15 @@ pub async fn copy(
             format!("{unknown:?} is not a table of the side database: GET /api/side-database lists them.");
         return Err(Problem::new(Code::NotFound, detail));
     }
-    submit(&gateway, Action::Copy(copy)).await
+    submit(layout, Action::Copy(copy)).await
 }
 
 /// `DELETE /api/side-database`: closes the side database.
-pub async fn close(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    submit(&gateway, Action::Close).await
+pub async fn close(State(layout): State<Layout>) -> Result<Response, Problem> {
+    submit(layout, Action::Close).await
 }
 
-async fn submit(gateway: &Gateway, action: Action) -> Result<Response, Problem> {
-    let layout = gateway.config.layout.clone();
+async fn submit(layout: Layout, action: Action) -> Result<Response, Problem> {
     let request = Request::new(action);
     let response =
         json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
@@ -149,7 +136,6 @@ pub static SHOW: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(show),
 };
 
 pub static OPEN: Endpoint = Endpoint {
@@ -166,7 +152,6 @@ pub static OPEN: Endpoint = Endpoint {
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(open),
 };
 
 pub static COPY: Endpoint = Endpoint {
@@ -189,7 +174,6 @@ pub static COPY: Endpoint = Endpoint {
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || post(copy),
 };
 
 pub static CLOSE: Endpoint = Endpoint {
@@ -205,7 +189,6 @@ pub static CLOSE: Endpoint = Endpoint {
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || on_delete(close),
 };
 
 /// The JSON schema of the side database's state.

@@ -4,27 +4,26 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{RawQuery, State};
-use axum::routing::get;
 use http::Method;
 
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS_AND_PLATFORM, documented_json};
-use crate::gateway::state::Gateway;
+use crate::agents::kernel::Kernel;
+use crate::gateway::auth::READERS_AND_PLATFORM;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::records::ledger::{Report, UsageQuery};
 use svc_http::fields::Fields;
 use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
-use svc_http::usage;
+use svc_http::usage as parameters;
 
-async fn serve(
-    State(gateway): State<Arc<Gateway>>,
+pub async fn usage(
+    State(kernel): State<Arc<Kernel>>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<Report>, Problem> {
     let mut fields = Fields::of_query(&query.unwrap_or_default());
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
-    gateway.kernel.ready().await?;
+    kernel.ready().await?;
     // A report over years and many users is slow.
-    let kernel = Arc::clone(&gateway.kernel);
     let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;
     Ok(Json(report))
@@ -37,11 +36,15 @@ pub static USAGE: Endpoint = Endpoint {
         path: "/api/usage",
         summary: "The cost of dispatches, aggregated.",
         credentials: READERS_AND_PLATFORM,
-        parameters: &[usage::USER_ID, usage::START_DATE, usage::END_DATE, usage::GROUP_BY],
+        parameters: &[
+            parameters::USER_ID,
+            parameters::START_DATE,
+            parameters::END_DATE,
+            parameters::GROUP_BY,
+        ],
         body: None,
-        responses: &[documented_json(200, "The report.", usage::report)],
+        responses: &[documented_json(200, "The report.", parameters::report)],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
-    serve: || get(serve),
 };

@@ -94,13 +94,13 @@ impl<'a> RegistrationClient<'a> {
         body: &str,
         deadline: Duration,
     ) -> Result<bytes::Bytes, RegistrationError> {
-        let mut patience = Backoff::new(deadline);
+        let mut backoff = Backoff::new(deadline);
         loop {
             match self.try_post(&url, body).await {
                 Attempt::Done(result) => return result,
                 Attempt::Retry(last) => {
                     tracing::warn!(why = last, "no response from the platform; retrying");
-                    patience.pause().await.map_err(|_| RegistrationError::Unreachable { last })?;
+                    backoff.pause().await.map_err(|_| RegistrationError::Unreachable { last })?;
                 }
             }
         }

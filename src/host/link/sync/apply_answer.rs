@@ -3,7 +3,7 @@
 use secrecy::{ExposeSecret, SecretString};
 use serde::Serialize;
 
-use super::SyncConfig;
+use super::config::SyncConfig;
 use super::heartbeat::{self, AcceptedToken, HeartbeatResponse};
 use crate::system::epoch;
 use crate::system::layout::Layout;

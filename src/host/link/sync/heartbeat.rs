@@ -8,7 +8,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::SyncConfig;
+use super::config::SyncConfig;
 use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
 use crate::system::registration;
 use crate::system::release;

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use super::SyncConfig;
+use super::config::SyncConfig;
 use super::heartbeat;
 use super::server::CloudServer;
 use crate::system::quiesce::Quiesce;

@@ -2,15 +2,14 @@
 //! platform's responses, such as newer proof keys or a replacement by another machine.
 
 mod apply_answer;
+mod config;
 mod heartbeat;
 mod meta;
 mod server;
 mod vitals;
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::anyhow;
@@ -18,25 +17,15 @@ use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-use crate::system::config;
-use crate::system::config::{DatabaseUrl, Identity, PlatformLink, begin_log};
-use crate::system::epoch;
+use crate::system::config::begin_log;
 use crate::system::layout::Layout;
-use crate::system::postgres::Server;
-use crate::system::probe;
 use crate::system::quiesce::Quiesce;
-use crate::system::store::StoreLink;
-use crate::system::store_credentials::{DuringOutage, RenewingCredentials};
 use apply_answer::Superseded;
+use config::SyncConfig;
 use heartbeat::HeartbeatClient;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::chain::chain;
-use svc_base::config::Env;
 use svc_http::request_id;
-use svc_machine::epoch::Epoch;
-use svc_machine::name::ImageVersion;
-use svc_store::Bucket;
-use svc_store::key::SlotPrefix;
 
 #[derive(clap::Parser)]
 #[command(
@@ -45,69 +34,6 @@ use svc_store::key::SlotPrefix;
     about = "Sends this machine's heartbeats to the platform and its metadata to the object store"
 )]
 struct Args {}
-
-/// Configuration of the agent.
-pub(crate) struct SyncConfig {
-    layout: Layout,
-    identity: Identity,
-    platform: PlatformLink,
-    slot: SlotPrefix,
-    bucket: Bucket,
-    /// Present if the store's credentials expire.
-    credentials: Option<Arc<RenewingCredentials>>,
-    server: Server,
-    listen: SocketAddr,
-    /// The release of user-data, used while none is installed.
-    image_version: ImageVersion,
-    heartbeat_interval: Duration,
-    meta_interval: Duration,
-    meta_refresh_interval: Duration,
-}
-
-impl SyncConfig {
-    fn read(layout: Layout) -> Result<Self, Failure> {
-        let mut env = config::environment(&layout);
-        let identity = Identity::read(&mut env);
-        let platform = PlatformLink::read(&mut env, &layout);
-        let store = StoreLink::read(&mut env, &layout);
-        let database = DatabaseUrl::read(&mut env);
-        let image_version = config::image_version(&mut env);
-        let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
-        let heartbeat_interval = read_seconds(&mut env, "HEARTBEAT_SECONDS", 30);
-        let meta_interval = read_seconds(&mut env, "VPS_META_SECONDS", 300);
-        let meta_refresh_interval = read_seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
-        let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
-        let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
-        let (bucket, credentials) = store.open_with_source(DuringOutage::Wait).or_exit(Exit::Config)?;
-        Ok(Self {
-            slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket,
-            credentials,
-            server: Server::new(database.config()?),
-            layout,
-            identity,
-            platform,
-            listen,
-            image_version,
-            heartbeat_interval,
-            meta_interval,
-            meta_refresh_interval,
-        })
-    }
-
-    /// The current epoch; a heartbeat may have raised it.
-    fn epoch(&self) -> Epoch {
-        epoch::current(&self.layout, self.identity.epoch)
-    }
-}
-
-fn read_seconds(env: &mut Env, name: &str, default: u64) -> Duration {
-    let seconds = env.or(name, default);
-    if seconds == 0 {
-        env.mistake(name, "must be at least 1");
-    }
-    Duration::from_secs(seconds.max(1))
-}
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {

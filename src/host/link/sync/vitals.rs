@@ -6,7 +6,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::SyncConfig;
+use super::config::SyncConfig;
 use crate::snapshots::check_log::{Check, CheckKind, Status};
 use crate::snapshots::database_identity;
 use crate::snapshots::held_snapshot::HeldSnapshot;

@@ -6,7 +6,7 @@ use std::sync::mpsc::SyncSender;
 use jiff::Timestamp;
 
 use super::file::Extent;
-use super::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
+use super::record::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
 use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
 

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::Instant;
 
-use super::BackupSettings;
+use super::settings::BackupSettings;
 use crate::snapshots::check_log::{Check, CheckKind, Status};
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError, RestoreContext, RoleLifetime};

@@ -3,7 +3,6 @@
 //! A [`VerifiedDump`] exists only if both tools succeeded, every byte has arrived and the dump has a table of contents;
 //! no upload is completed without one. Memory is bounded by the upload's parts and two short queues.
 
-use std::os::fd::AsFd;
 use std::process::ExitStatus;
 use std::time::Duration;
 
@@ -11,13 +10,14 @@ use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-use super::BackupSettings;
 use super::dump_check;
 use super::dump_check::{ReadError, ReadThrough};
+use super::settings::BackupSettings;
 use super::snapshot::Snapshot;
 use super::toc;
 use crate::system::config::Identity;
 use crate::system::postgres;
+use crate::system::postgres_tools;
 use crate::system::store;
 use svc_base::applet::Exit;
 use svc_base::clock;
@@ -26,7 +26,6 @@ use svc_store::snapshot::{self as stored, DatabaseFacts, SideRecord, TableCount}
 use svc_store::upload::{Upload, UploadError};
 
 const CHUNK_BYTES: usize = 256 * 1024;
-const PIPE_BYTES: i32 = 1 << 20;
 /// Maximum time without output of `pg_dump`, which may wait a minute for a lock.
 const STALL_TIMEOUT: Duration = Duration::from_secs(600);
 
@@ -165,7 +164,7 @@ async fn stream(
     let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
     let reader = ReadThrough::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
-    widen(&stdout);
+    postgres_tools::widen_pipe(&stdout);
     let complaint = tokio::spawn(dump_check::tail(dump.stderr.take()));
 
     let pumped = pump(stdout, &reader, sink).await;
@@ -185,11 +184,6 @@ async fn stream(
         Some(1..) => Ok(verified),
         _ => Err(DumpError::NoContents),
     }
-}
-
-/// Enlarges the pipe, for fewer wake-ups per byte. If the kernel refuses, the size stays.
-pub fn widen(pipe: impl AsFd) {
-    let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
 }
 
 /// Moves every byte of the dump. The result is valid only once both tools have succeeded.

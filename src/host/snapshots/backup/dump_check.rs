@@ -9,7 +9,6 @@ use tokio::process::{Child, ChildStdin};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::dump;
 use crate::system::postgres_tools;
 use crate::system::postgres_tools::PgTools;
 
@@ -52,7 +51,7 @@ impl ReadThrough {
         let start = |source| ReadError::Start { tool: "pg_restore", source };
         let mut child = tools.check_dump().spawn().map_err(start)?;
         if let Some(stdin) = &child.stdin {
-            dump::widen(stdin);
+            postgres_tools::widen_pipe(stdin);
         }
         let complaint = tokio::spawn(tail(child.stderr.take()));
         let (chunks, queue) = mpsc::channel(QUEUE_CAPACITY);

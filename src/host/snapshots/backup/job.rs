@@ -7,9 +7,7 @@ use std::future::Future;
 use std::time::Instant;
 
 use jiff::Timestamp;
-use serde::Serialize;
 
-use super::BackupSettings;
 use super::dump::{self, DumpError, VerifiedDump};
 use super::old_databases;
 use super::open_uploads;
@@ -17,8 +15,10 @@ use super::progress_writer::{TrackedUpload, Tracker};
 use super::record::{self, Record};
 use super::row_loss;
 use super::row_loss::EmptiedDatabase;
+use super::settings::BackupSettings;
 use super::shrink_guard::{self, HeldBackError, Trigger};
 use super::snapshot::{Snapshot, SnapshotError};
+use super::stage::Stage;
 use crate::snapshots::check_log::Status;
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
@@ -65,27 +65,6 @@ pub enum EmptyPolicy {
 pub struct RunOptions {
     pub empty: EmptyPolicy,
     pub trigger: Trigger,
-}
-
-/// The last stage that a run reached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Stage {
-    Gate,
-    Snapshot,
-    Dump,
-    Upload,
-    SideRecord,
-    Pointer,
-    Done,
-}
-
-impl Stage {
-    /// The stage's name in records.
-    pub fn name(self) -> String {
-        let name = serde_json::to_value(self).ok();
-        name.and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
-    }
 }
 
 /// Why a backup failed.

@@ -16,9 +16,11 @@ mod record;
 mod request;
 mod retry;
 pub mod row_loss;
+mod settings;
 mod shrink_guard;
 mod side;
 mod snapshot;
+mod stage;
 mod toc;
 mod verify;
 pub mod verify_object;
@@ -27,34 +29,27 @@ pub mod verify_schedule;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::side_database::{Action, Copy, Mode, SnapshotChoice};
-use super::staging;
-use super::staging::RestoreContext;
 use crate::system::config;
-use crate::system::config::{DatabaseUrl, Identity, begin_log};
+use crate::system::config::begin_log;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
-use crate::system::postgres::Server;
-use crate::system::postgres_tools::{Compression, PgTools};
-use crate::system::store::StoreLink;
 use crate::system::store_credentials::DuringOutage;
 use crate::system::user;
 use job::{RunOptions, Unpublished};
 use request::Request;
 use retry::Retry;
+use settings::BackupSettings;
 use shrink_guard::Trigger;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::chain::chain;
-use svc_base::config::Env;
 use svc_http::request_id;
-use svc_store::Bucket;
-use svc_store::key::{SlotPrefix, SnapshotKey};
+use svc_store::key::SnapshotKey;
 use verify::VerifyTargets;
 
 pub use drill::POINTS as DRILL_POINTS;
@@ -198,69 +193,6 @@ impl VerifyArgs {
             _ => VerifyTargets::Share,
         }
     }
-}
-
-/// The configuration and clients of a run.
-pub(crate) struct BackupSettings {
-    pub layout: Layout,
-    pub identity: Identity,
-    pub slot: SlotPrefix,
-    pub bucket: Bucket,
-    pub server: Server,
-    pub tools: PgTools,
-    /// The wanted compression; the tools may not support it.
-    pub compression: Compression,
-    /// Every snapshot is read again within this number of days.
-    pub verify_within_days: u32,
-    /// Maximum outage of the store during a check, counted from the last progress.
-    pub store_deadline: Duration,
-}
-
-impl BackupSettings {
-    fn read(layout: Layout, during_outage: DuringOutage) -> Result<Self, Failure> {
-        let mut env = config::environment(&layout);
-        let identity = Identity::read_current(&mut env, &layout);
-        let store = StoreLink::read(&mut env, &layout);
-        let database = DatabaseUrl::read(&mut env);
-        let tools = PgTools::locate(&mut env, &layout);
-        let compression = env.or("BACKUP_COMPRESSION", Compression::DEFAULT);
-        let verify_within_days = verify_within_days(&mut env);
-        let store_deadline = staging::deadline(&mut env);
-        let parts = identity.zip(store).zip(database);
-        let ((identity, store), database) = env.finish(parts)?;
-        Ok(Self {
-            slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket: store.open_for(during_outage).or_exit(Exit::Config)?,
-            server: Server::new(database.config()?),
-            layout,
-            identity,
-            tools,
-            compression,
-            verify_within_days,
-            store_deadline,
-        })
-    }
-
-    /// The context for loading a snapshot beside the owner's database.
-    fn context(&self) -> RestoreContext {
-        RestoreContext {
-            name: "svc-db-backup",
-            slot: self.slot.clone(),
-            bucket: self.bucket.clone(),
-            server: self.server.clone(),
-            tools: self.tools.clone(),
-            deadline: self.store_deadline,
-            progress: Arc::default(),
-        }
-    }
-}
-
-fn verify_within_days(env: &mut Env) -> u32 {
-    let days = env.or("VERIFY_WITHIN_DAYS", 30);
-    if days == 0 {
-        env.mistake("VERIFY_WITHIN_DAYS", "must be at least 1");
-    }
-    days
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use jiff::Timestamp;
 
 use super::dump::{DumpError, Sink};
-use super::job::Stage;
+use super::stage::Stage;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::layout::Layout;
 use svc_base::chain::chain;

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use serde::Serialize;
 
-use super::job::Stage;
+use super::stage::Stage;
 use crate::records::jsonl;
 use crate::snapshots::check_log::Status;
 use crate::system::layout::Layout;

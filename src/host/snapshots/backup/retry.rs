@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
 
@@ -12,7 +14,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 /// The backoff between the attempts of one run; it doubles.
 #[derive(Debug)]
 pub struct Retry {
-    next: Duration,
+    delays: ExponentialBackoff,
     end: Instant,
 }
 
@@ -23,7 +25,13 @@ impl Retry {
         if seconds == 0 {
             env.mistake("BACKUP_RETRY_SECONDS", "must be at least 1");
         }
-        Self { next: Duration::from_secs(seconds.max(1)), end: Instant::now() + RETRY_WINDOW }
+        Self::new(Duration::from_secs(seconds.max(1)))
+    }
+
+    fn new(first: Duration) -> Self {
+        let delays =
+            ExponentialBuilder::new().with_min_delay(first).with_max_delay(MAX_BACKOFF).without_max_times();
+        Self { delays: delays.build(), end: Instant::now() + RETRY_WINDOW }
     }
 
     /// The pause before the next attempt; `None` if the failure is permanent or the time is up.
@@ -31,9 +39,7 @@ impl Retry {
         if !matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain) {
             return None;
         }
-        let pause = self.next;
-        self.next = (pause * 2).min(MAX_BACKOFF);
-        (Instant::now() + pause < self.end).then_some(pause)
+        self.delays.next().filter(|pause| Instant::now() + *pause < self.end)
     }
 }
 
@@ -49,7 +55,7 @@ mod tests {
         assert_eq!(retry.pause(&failed(Exit::Permission)), None, "this machine was replaced");
         assert_eq!(retry.pause(&failed(Exit::Unavailable)), Some(Duration::from_secs(600)));
         assert_eq!(retry.pause(&failed(Exit::Internal)), Some(Duration::from_secs(900)));
-        let mut late = Retry { next: RETRY_WINDOW, end: Instant::now() + RETRY_WINDOW };
+        let mut late = Retry::new(RETRY_WINDOW);
         assert_eq!(late.pause(&failed(Exit::Unavailable)), None);
     }
 }

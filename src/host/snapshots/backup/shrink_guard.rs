@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 
-use super::BackupSettings;
-use super::job::Stage;
 use super::record::{self, HeldBack, Record};
 use super::row_loss;
+use super::settings::BackupSettings;
+use super::stage::Stage;
 use crate::snapshots::check_log::Status;
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::lock::Lock;

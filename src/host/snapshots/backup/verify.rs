@@ -6,7 +6,7 @@ use std::time::Instant;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::BackupSettings;
+use super::settings::BackupSettings;
 use super::verify_object;
 use super::verify_object::RereadError;
 use super::verify_schedule;
@@ -228,9 +228,9 @@ async fn read_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, Re
         SnapshotUnusable::Store(error) => ReadFailure::Unknown(error.into()),
         error => ReadFailure::Damaged(error.to_string()),
     })?;
-    let mut patience = Backoff::new(settings.store_deadline);
+    let mut backoff = Backoff::new(settings.store_deadline);
     let (bucket, slot, tools) = (&settings.bucket, &settings.slot, &settings.tools);
-    match verify_object::reread(bucket, slot, tools, &side, &mut patience).await {
+    match verify_object::reread(bucket, slot, tools, &side, &mut backoff).await {
         Ok(()) => Ok(side),
         Err(error) if error.is_damage() => Err(ReadFailure::Damaged(format!("{key}: {}", chain(&error)))),
         Err(error) => Err(ReadFailure::Unknown(error.into())),

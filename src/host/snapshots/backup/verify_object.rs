@@ -48,7 +48,7 @@ pub async fn reread(
     slot: &SlotPrefix,
     tools: &PgTools,
     side: &SideRecord,
-    patience: &mut Backoff,
+    backoff: &mut Backoff,
 ) -> Result<(), RereadError> {
     let reader = ReadThrough::start(tools)?;
     let mut state = ReadState { length: 0, digest: Sha256::new() };
@@ -59,9 +59,9 @@ pub async fn reread(
             Err(RereadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %chain(&error), at = state.length, "the read was interrupted");
                 if state.length > before {
-                    patience.progress();
+                    backoff.progress();
                 }
-                patience.pause().await.map_err(|_| RereadError::Store(error))?;
+                backoff.pause().await.map_err(|_| RereadError::Store(error))?;
             }
             // The tool's own error says more.
             Err(RereadError::Reader(ReadError::ReaderExited)) => break,

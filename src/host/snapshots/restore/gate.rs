@@ -2,8 +2,8 @@
 //! last. A killed run is simply repeated.
 
 use super::journal::{self, Journal};
+use super::settings::{Mode, RestoreSettings};
 use super::swap::{self, SwapError};
-use super::{Mode, RestoreSettings};
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
 use crate::snapshots::restore_marker::Marker;

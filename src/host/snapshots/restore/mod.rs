@@ -7,31 +7,24 @@
 mod gate;
 mod import;
 mod journal;
+mod settings;
 mod swap;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
-use super::staging;
-use super::staging::RestoreContext;
 use crate::system::boot_progress::BootReporter;
-use crate::system::config;
-use crate::system::config::{DatabaseUrl, Identity, begin_log};
+use crate::system::config::begin_log;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
-use crate::system::postgres::Server;
-use crate::system::postgres_tools::PgTools;
-use crate::system::store::StoreLink;
 use crate::system::user;
-use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::applet::{self, Exit, Failure};
 use svc_http::request_id;
-use svc_machine::name::IdpUserId;
-use svc_store::key::{SlotPrefix, SnapshotKey};
 
 use gate::ExistingRows;
 use journal::Journal;
+use settings::RestoreSettings;
 
 pub use gate::POINTS;
 pub use import::POINTS as IMPORT_POINTS;
@@ -71,62 +64,6 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     /// A step of an import, run as the user who owns the files
     #[command(hide = true)]
     ImportStep(import::StepArgs),
-}
-
-/// Policy for a confirmed absence of snapshots. An existing snapshot is always restored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
-    /// A snapshot must exist.
-    Required,
-    /// A new or intentionally empty user starts with an empty database.
-    Empty,
-}
-
-impl std::str::FromStr for Mode {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "required" => Ok(Self::Required),
-            "empty" => Ok(Self::Empty),
-            _ => Err("must be required or empty"),
-        }
-    }
-}
-
-struct RestoreSettings {
-    layout: Layout,
-    /// The user of this machine.
-    user: IdpUserId,
-    context: RestoreContext,
-    mode: Mode,
-    /// The snapshot to restore; `None`: the one that the pointer names.
-    chosen: Option<SnapshotKey>,
-}
-
-impl RestoreSettings {
-    fn read(layout: Layout) -> Result<Self, Failure> {
-        let mut env = config::environment(&layout);
-        let identity = Identity::read(&mut env);
-        let store = StoreLink::read(&mut env, &layout);
-        let database = DatabaseUrl::read(&mut env);
-        let tools = PgTools::locate(&mut env, &layout);
-        let mode = env.required::<Mode>("SVC_RESTORE_MODE");
-        let chosen = env.optional::<SnapshotKey>("SVC_RESTORE_SNAPSHOT");
-        let deadline = staging::deadline(&mut env);
-        let parts = identity.zip(store).zip(database).zip(mode);
-        let (((identity, store), database), mode) = env.finish(parts)?;
-        let context = RestoreContext {
-            name: "svc-restore",
-            slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket: store.open().or_exit(Exit::Config)?,
-            server: Server::new(database.config()?),
-            tools,
-            deadline,
-            progress: Arc::default(),
-        };
-        Ok(Self { layout, user: identity.user, context, mode, chosen })
-    }
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {

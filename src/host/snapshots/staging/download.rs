@@ -87,10 +87,10 @@ pub async fn fetch(
         return stream_instead(dir, partial, *free, snapshot, side);
     }
 
-    let mut patience = Backoff::new(context.deadline);
+    let mut backoff = Backoff::new(context.deadline);
     let mut second_try = false;
     loop {
-        complete(context, snapshot, &mut partial, &mut patience).await?;
+        complete(context, snapshot, &mut partial, &mut backoff).await?;
         if partial.sha256() == snapshot.sha256 {
             // No sync needed: after a power failure it is hashed again.
             return Ok(Dump::File(path));
@@ -131,7 +131,7 @@ async fn complete(
     context: &RestoreContext,
     snapshot: &SnapshotRef,
     partial: &mut Partial,
-    patience: &mut Backoff,
+    backoff: &mut Backoff,
 ) -> Result<(), DownloadError> {
     context.progress.of_bytes(FETCHING, snapshot.size_bytes);
     while partial.length() < snapshot.size_bytes {
@@ -141,9 +141,9 @@ async fn complete(
             Err(DownloadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %chain(&error), at = partial.length(), "the download was interrupted");
                 if partial.length() > before {
-                    patience.progress();
+                    backoff.progress();
                 }
-                patience.pause().await.map_err(|_| DownloadError::Store(error))?;
+                backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
             }
             Err(error) => return Err(error),
         }

@@ -3,7 +3,6 @@
 
 use std::convert::Infallible;
 use std::path::Path;
-use std::process::ExitStatus;
 use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
@@ -11,15 +10,16 @@ use tokio_postgres::Client;
 
 use super::RestoreContext;
 use super::database::{self, Scratch};
-use super::download::{DownloadError, Dump};
+use super::download::Dump;
+use super::error::{LoadError, query};
+use super::roles::RoleLifetime;
 use super::{roles, stream};
 use crate::snapshots::row_counts;
 use crate::system::backoff::Backoff;
 use crate::system::postgres;
 use crate::system::postgres::{ConnectError, ident, literal};
 use crate::system::postgres_tools;
-use svc_base::applet::Exit;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self};
 use svc_base::quantity::counted;
 use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
@@ -29,69 +29,12 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 /// Interval at which the loaded size is queried.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Lifetime of the roles created for a snapshot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RoleLifetime {
-    /// They stay: it becomes the owner's database.
-    Permanent,
-    /// They are dropped after the drill, by [`super::drop_drills_roles`].
-    Drill,
-}
-
-/// Why the snapshot could not be loaded.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    #[error(
-        "{key} is of PostgreSQL {of}, and this machine has {here}: it cannot be read into an older one\n  next: recover with \
-         an image that has PostgreSQL {of}, or `svcctl recover --snapshot` with an earlier snapshot"
-    )]
-    Newer { key: String, of: u32, here: i32 },
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    #[error("{action}")]
-    Query {
-        action: String,
-        #[source]
-        source: tokio_postgres::Error,
-    },
-    #[error("start pg_restore")]
-    Start(#[source] std::io::Error),
-    #[error("pg_restore ended with {status}: {complaint}")]
-    Restore { status: ExitStatus, complaint: String },
-    #[error("pg_restore did not exit in time")]
-    Stuck,
-    #[error("the restored database is not what the record says: {0}")]
-    Differs(String),
-    #[error(transparent)]
-    Download(#[from] DownloadError),
-    #[error(transparent)]
-    Injected(#[from] Injected),
-}
-
-impl LoadError {
-    /// `Refused` if the snapshot itself cannot become a database here.
-    pub fn exit(&self) -> Exit {
-        match self {
-            Self::Connect(_) => Exit::Unavailable,
-            Self::Download(error) => error.exit(),
-            Self::Query { source, .. } => postgres::exit(source),
-            Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
-            Self::Start(_) | Self::Stuck | Self::Injected(_) => Exit::Internal,
-        }
-    }
-}
-
-pub(super) fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> LoadError {
-    let action = action.into();
-    move |source| LoadError::Query { action, source }
-}
-
 /// Connects with retries: the database's container may still be starting.
 ///
 /// # Errors
 /// [`ConnectError`] after the deadline.
 pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
-    let mut patience = Backoff::new(context.deadline);
+    let mut backoff = Backoff::new(context.deadline);
     loop {
         match context.server.connect(database, context.name).await {
             Ok(client) => return Ok(client),
@@ -100,7 +43,7 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
                     ConnectError::Refused { source, .. } => !postgres::is_unavailable(source),
                     _ => false,
                 };
-                if for_good || patience.pause().await.is_err() {
+                if for_good || backoff.pause().await.is_err() {
                     return Err(error);
                 }
             }

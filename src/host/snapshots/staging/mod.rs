@@ -3,6 +3,7 @@
 
 mod database;
 mod download;
+mod error;
 mod load;
 mod roles;
 mod stream;
@@ -19,11 +20,9 @@ use svc_store::key::SlotPrefix;
 
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
 pub use download::{DownloadError, Dump, ensure_bytes, ensure_room, fetch, remove_all as remove_dumps};
-pub use load::{
-    LoadError, RoleLifetime, compare, connect_with_retries, create_database, into_scratch, refuse_newer,
-    run_restore,
-};
-pub use roles::drop_drills_roles;
+pub use error::LoadError;
+pub use load::{compare, connect_with_retries, create_database, into_scratch, refuse_newer, run_restore};
+pub use roles::{RoleLifetime, drop_drills_roles};
 
 /// The context for loading a snapshot: source, destination and limits.
 pub struct RestoreContext {

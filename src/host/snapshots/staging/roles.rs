@@ -8,12 +8,21 @@ use std::collections::BTreeSet;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
-use super::load::{LoadError, RoleLifetime, query};
+use super::error::{LoadError, query};
 use crate::snapshots::roles;
 use crate::snapshots::roles::DRILL_ROLE_COMMENT;
 use crate::system::postgres::{ident, literal};
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 use svc_store::snapshot::SideRecord;
+
+/// Lifetime of the roles created for a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RoleLifetime {
+    /// They stay: it becomes the owner's database.
+    Permanent,
+    /// They are dropped after the drill, by [`super::drop_drills_roles`].
+    Drill,
+}
 
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";

@@ -15,7 +15,7 @@ use tokio::process::{Child, ChildStdin};
 
 use super::RestoreContext;
 use super::download::DownloadError;
-use super::load::LoadError;
+use super::error::LoadError;
 use crate::system::backoff::Backoff;
 use crate::system::postgres_tools;
 use svc_base::failpoint;
@@ -92,7 +92,7 @@ impl Transfer {
         snapshot: &SnapshotRef,
         child: &mut Child,
     ) -> Result<(), Interrupted> {
-        let mut patience = Backoff::new(context.deadline);
+        let mut backoff = Backoff::new(context.deadline);
         while self.length < snapshot.size_bytes {
             let before = self.length;
             match self.receive_rest(context, snapshot, child).await {
@@ -100,9 +100,9 @@ impl Transfer {
                 Err(Interrupted::Download(DownloadError::Store(error))) if error.is_transient() => {
                     tracing::warn!(error = %chain(&error), at = self.length, "the transfer was interrupted");
                     if self.length > before {
-                        patience.progress();
+                        backoff.progress();
                     }
-                    patience.pause().await.map_err(|_| DownloadError::Store(error))?;
+                    backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
                 }
                 Err(error) => return Err(error),
             }

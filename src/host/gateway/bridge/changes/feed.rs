@@ -11,10 +11,10 @@ use tokio_postgres::Client;
 use tokio_util::sync::CancellationToken;
 
 use super::read::{self, FeedHead};
-use crate::gateway::apps::Name;
+use crate::gateway::apps::Registry;
 use crate::gateway::database::outbox::{self, Retention};
 use crate::gateway::database::{Database, DatabaseError};
-use crate::gateway::state::Gateway;
+use crate::gateway::name::Name;
 use svc_http::problem::chain;
 
 /// Maximum open streams, of the owner and all apps.
@@ -173,58 +173,64 @@ impl ChangeFeed {
             is_newer
         });
     }
-}
 
-/// Polls the feed while streams are open and maintains the outbox, until `stop`.
-pub async fn run_change_feed(gateway: Arc<Gateway>, stop: CancellationToken) {
-    let retention = Retention {
-        seconds: gateway.config.changes_keep.as_secs_f64(),
-        rows: MAX_OUTBOX_ROWS,
-        days: UNWATCH_AFTER_DAYS,
-    };
-    let mut cleanup = tokio::time::interval(CLEANUP_INTERVAL.min(gateway.config.changes_keep));
-    cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut listener: Option<Client> = None;
-    loop {
-        let has_streams = gateway.changes.streams.load(Ordering::Acquire) > 0;
-        tokio::select! {
-            () = stop.cancelled() => break,
-            _ = cleanup.tick(), if gateway.apps.snapshot().loaded => clean_up(&gateway, retention).await,
-            () = gateway.changes.woken.notified() => tokio::time::sleep(BATCH_DELAY).await,
-            () = tokio::time::sleep(POLL_INTERVAL) => {}
+    /// Polls the feed while streams are open and maintains the outbox, until `stop`. Events are kept for `keep`.
+    pub async fn run(
+        self: Arc<Self>,
+        database: Arc<Database>,
+        apps: Arc<Registry>,
+        keep: Duration,
+        stop: CancellationToken,
+    ) {
+        let retention =
+            Retention { seconds: keep.as_secs_f64(), rows: MAX_OUTBOX_ROWS, days: UNWATCH_AFTER_DAYS };
+        let mut cleanup = tokio::time::interval(CLEANUP_INTERVAL.min(keep));
+        cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut listener: Option<Client> = None;
+        loop {
+            let has_streams = self.streams.load(Ordering::Acquire) > 0;
+            tokio::select! {
+                () = stop.cancelled() => break,
+                _ = cleanup.tick(), if apps.snapshot().loaded => self.clean_up(&database, retention).await,
+                () = self.woken.notified() => tokio::time::sleep(BATCH_DELAY).await,
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
+            }
+            if !has_streams {
+                listener = None;
+                continue;
+            }
+            if let Err(error) = self.poll_head(&database, &mut listener).await {
+                tracing::debug!(error = %chain(&error), "polling the change feed failed");
+            }
         }
-        if !has_streams {
-            listener = None;
-            continue;
-        }
-        if let Err(error) = poll_head(&gateway, &mut listener).await {
-            tracing::debug!(error = %chain(&error), "polling the change feed failed");
-        }
+        self.closing.cancel();
     }
-    gateway.changes.closing.cancel();
-}
 
-async fn poll_head(gateway: &Gateway, listener: &mut Option<Client>) -> Result<(), DatabaseError> {
-    if listener.as_ref().is_none_or(Client::is_closed) {
-        let woken = gateway.changes.woken.clone();
-        *listener = Some(gateway.database.listen(outbox::CHANNEL, woken).await?);
+    async fn poll_head(
+        &self,
+        database: &Database,
+        listener: &mut Option<Client>,
+    ) -> Result<(), DatabaseError> {
+        if listener.as_ref().is_none_or(Client::is_closed) {
+            *listener = Some(database.listen(outbox::CHANNEL, self.woken.clone()).await?);
+        }
+        let polled = tokio::time::timeout(POLL_INTERVAL * 4, async {
+            let client = database.shared().await?;
+            read::fetch_head(&client).await
+        });
+        self.publish(polled.await.unwrap_or(Err(DatabaseError::Deadline))?);
+        Ok(())
     }
-    let polled = tokio::time::timeout(POLL_INTERVAL * 4, async {
-        let client = gateway.database.shared().await?;
-        read::fetch_head(&client).await
-    });
-    gateway.changes.publish(polled.await.unwrap_or(Err(DatabaseError::Deadline))?);
-    Ok(())
-}
 
-async fn clean_up(gateway: &Gateway, retention: Retention) {
-    let live: Vec<String> = gateway.changes.streams_by_schema().keys().cloned().collect();
-    let clean_up = tokio::time::timeout(CLEANUP_INTERVAL, async {
-        let mut client = gateway.database.connect().await?;
-        outbox::clean_up(&mut client, retention, &live).await
-    });
-    if let Err(error) = clean_up.await.unwrap_or(Err(DatabaseError::Deadline)) {
-        tracing::warn!(error = %chain(&error), "outbox cleanup failed");
+    async fn clean_up(&self, database: &Database, retention: Retention) {
+        let live: Vec<String> = self.streams_by_schema().keys().cloned().collect();
+        let clean_up = tokio::time::timeout(CLEANUP_INTERVAL, async {
+            let mut client = database.connect().await?;
+            outbox::clean_up(&mut client, retention, &live).await
+        });
+        if let Err(error) = clean_up.await.unwrap_or(Err(DatabaseError::Deadline)) {
+            tracing::warn!(error = %chain(&error), "outbox cleanup failed");
+        }
     }
 }
 

@@ -9,7 +9,7 @@ mod position;
 mod read;
 mod stream;
 
-pub use feed::{ChangeFeed, run_change_feed};
+pub use feed::ChangeFeed;
 pub use position::IdSecret;
 #[cfg(feature = "fuzzing")]
 pub use position::{EventId, IdForm};

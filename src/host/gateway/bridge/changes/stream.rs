@@ -15,13 +15,13 @@ use tokio::time::Instant;
 use super::feed::ChangeStream;
 use super::position::{EventId, IdForm};
 use super::read::{self, ChangeEvent};
-use crate::gateway::apps::Name;
 use crate::gateway::auth::{Caller, Principal};
-use crate::gateway::bridge::handler::{allow, find_app, only_app};
+use crate::gateway::bridge::handler::{allow, only_app};
 use crate::gateway::bridge::refusal;
+use crate::gateway::bridge::service::Bridge;
 use crate::gateway::database::DatabaseError;
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
-use crate::gateway::state::Gateway;
+use crate::gateway::name::Name;
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, chain};
 use svc_machine::epoch::Epoch;
@@ -33,7 +33,7 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
 /// # Errors
 /// 410 when the changes after `Last-Event-ID` are no longer available.
 pub async fn changes(
-    State(gateway): State<Arc<Gateway>>,
+    State(bridge): State<Arc<Bridge>>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     RawQuery(query): RawQuery,
@@ -46,13 +46,13 @@ pub async fn changes(
         Some(app) => Some(app.as_str()),
         None => only_app(&principal)?,
     };
-    let scope = scope(&gateway, &principal, app)?;
+    let scope = scope(&bridge, &principal, app)?;
     // Plain ids reveal the write volume of all apps, so only the owner gets them.
     let app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
-    let ids = app.map_or(IdForm::Plain, |app| IdForm::of_app(&gateway.change_ids, app));
-    let last_event_id = parse_last_event_id(&headers, &ids, gateway.config.epoch())?;
+    let ids = app.map_or(IdForm::Plain, |app| IdForm::of_app(&bridge.change_ids, app));
+    let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
     let app = app.map(str::to_owned);
-    let open = Listener::open(gateway.clone(), principal, app.as_deref(), scope, ids, last_event_id);
+    let open = Listener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
     let opened = tokio::time::timeout(DATABASE_TIMEOUT, open);
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::unavailable()))?;
     Ok(events::response(stream::unfold(listener, |mut listener| async move {
@@ -67,13 +67,13 @@ enum Scope {
     All,
 }
 
-fn scope(gateway: &Gateway, principal: &Principal, app: Option<&str>) -> Result<Scope, Problem> {
+fn scope(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Scope, Problem> {
     match app {
         Some(slug) => {
             allow(principal, slug)?;
-            Ok(Scope::One(find_app(gateway, slug)?.schema.clone()))
+            Ok(Scope::One(bridge.find_app(slug)?.schema.clone()))
         }
-        None if gateway.apps.snapshot().loaded => Ok(Scope::All),
+        None if bridge.apps.snapshot().loaded => Ok(Scope::All),
         None => Err(refusal::unavailable()),
     }
 }
@@ -90,7 +90,7 @@ fn parse_last_event_id(
 }
 
 struct Listener {
-    gateway: Arc<Gateway>,
+    bridge: Arc<Bridge>,
     principal: Principal,
     stream: ChangeStream,
     scope: Scope,
@@ -103,7 +103,7 @@ struct Listener {
 
 impl Listener {
     async fn open(
-        gateway: Arc<Gateway>,
+        bridge: Arc<Bridge>,
         principal: Principal,
         app: Option<&str>,
         scope: Scope,
@@ -111,10 +111,10 @@ impl Listener {
         last_event_id: Option<EventId>,
     ) -> Result<Self, Problem> {
         let busy = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
-        let stream = gateway.changes.open_stream(app).ok_or_else(busy)?;
+        let stream = bridge.changes.open_stream(app).ok_or_else(busy)?;
         let now = Instant::now();
         let mut listener = Self {
-            gateway,
+            bridge,
             principal,
             stream,
             scope,
@@ -137,14 +137,14 @@ impl Listener {
 
     async fn start(&mut self, last_event_id: Option<EventId>) -> Result<Result<(), Problem>, DatabaseError> {
         self.follow_all().await?;
-        let client = self.gateway.database.shared().await?;
+        let client = self.bridge.database.shared().await?;
         let head = self.stream.refresh_head(&client).await?;
         let Some(id) = last_event_id else {
             self.position = head.settled;
             return Ok(Ok(()));
         };
         let floor = read::fetch_floor(&client, self.stream.schemas()).await?;
-        let is_known = id.epoch == self.gateway.config.epoch()
+        let is_known = id.epoch == self.bridge.epoch
             && id.position <= head.settled
             && floor.is_some_and(|floor| id.position >= floor);
         self.position = id.position;
@@ -154,12 +154,12 @@ impl Listener {
 
     /// Follows apps that were registered after the owner's stream was opened.
     async fn follow_all(&mut self) -> Result<(), DatabaseError> {
-        let Self { gateway, stream, scope, .. } = self;
+        let Self { bridge, stream, scope, .. } = self;
         match scope {
-            Scope::One(schema) => stream.follow(&gateway.database, schema).await,
+            Scope::One(schema) => stream.follow(&bridge.database, schema).await,
             Scope::All => {
-                for app in gateway.apps.snapshot().apps.values() {
-                    stream.follow(&gateway.database, &app.schema).await?;
+                for app in bridge.apps.snapshot().apps.values() {
+                    stream.follow(&bridge.database, &app.schema).await?;
                 }
                 Ok(())
             }
@@ -169,11 +169,11 @@ impl Listener {
     /// A process that an agent started may have outlived its dispatch.
     fn has_agent_ended(&self) -> bool {
         let Principal::Agent { dispatch, .. } = &self.principal else { return false };
-        !self.gateway.agent_tokens.has_dispatch(dispatch)
+        !self.bridge.agent_tokens.has_dispatch(dispatch)
     }
 
     fn id(&self) -> String {
-        self.ids.write(EventId { epoch: self.gateway.config.epoch(), position: self.position })
+        self.ids.write(EventId { epoch: self.bridge.epoch, position: self.position })
     }
 
     /// Returns the next chunk; `None` ends the stream, and the listener reconnects.
@@ -214,7 +214,7 @@ impl Listener {
 
     async fn fetch_changes(&mut self, newest: i64) -> Result<(), DatabaseError> {
         self.follow_all().await?;
-        let client = self.gateway.database.shared().await?;
+        let client = self.bridge.database.shared().await?;
         let reading = read::fetch_after(&client, self.position, self.stream.schemas());
         let (changes, has_more) =
             tokio::time::timeout(DATABASE_TIMEOUT, reading).await.unwrap_or(Err(DatabaseError::Deadline))?;

@@ -12,7 +12,7 @@ use super::catalog::{self, PLAIN_SESSION};
 use super::dependents::Dependents;
 use super::plan::{self, Plan, PlanError};
 use super::state;
-use crate::snapshots::backup::BackupSettings;
+use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
 use crate::snapshots::side_database::{CopiedTable, Copy, DATABASE, Mode, State};
 use crate::system::postgres;

@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 use tokio_postgres::Client;
 
-use super::BackupSettings;
 use super::job::{self, EmptyPolicy, RunOptions};
+use super::settings::BackupSettings;
 use super::shrink_guard::Trigger;
 use crate::snapshots::side_database::{
     Action, Copy, CopyResult, DATABASE, Request, SnapshotChoice, State, Status,

@@ -6,9 +6,9 @@ use std::process::ExitStatus;
 use tokio_postgres::Client;
 
 use super::catalog;
-use crate::snapshots::backup::BackupSettings;
 use crate::snapshots::backup::dump_check;
 use crate::snapshots::backup::dump_check::ReadError;
+use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
 use crate::snapshots::side_database::{CopiedTable, DATABASE};
 use crate::system::postgres;

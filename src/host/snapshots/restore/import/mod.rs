@@ -12,6 +12,7 @@ mod catalog;
 pub mod fuzzing;
 mod home;
 mod manifest;
+mod options;
 mod snapshot_first;
 mod steps;
 mod toc;
@@ -36,6 +37,7 @@ use svc_base::clock;
 use svc_base::failpoint;
 use svc_http::problem::chain;
 
+pub use options::Options;
 use steps::Step;
 pub use steps::{StepArgs, run_step};
 
@@ -50,32 +52,6 @@ pub const POINTS: &[&str] = &[
     "import.placed",
     "import.done",
 ];
-
-/// Options of an import.
-#[derive(Debug, Clone, Copy, clap::Args)]
-pub struct Options {
-    /// Check the archive and change nothing
-    #[arg(long)]
-    check: bool,
-    /// Accept the archive of another user
-    #[arg(long)]
-    of_another_user: bool,
-    /// Do not take a snapshot of the current database first
-    #[arg(long)]
-    no_backup: bool,
-}
-
-impl Options {
-    /// The options as arguments of a step.
-    fn arguments(self) -> impl Iterator<Item = &'static str> {
-        let flags = [
-            (self.check, "--check"),
-            (self.of_another_user, "--of-another-user"),
-            (self.no_backup, "--no-backup"),
-        ];
-        flags.into_iter().filter_map(|(is_given, word)| is_given.then_some(word))
-    }
-}
 
 #[derive(Debug, thiserror::Error)]
 enum ImportError {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
-use crate::snapshots::restore::RestoreSettings;
+use crate::snapshots::restore::settings::RestoreSettings;
 use crate::snapshots::row_counts;
 use crate::snapshots::staging;
 use crate::system::postgres;

@@ -1,52 +1,17 @@
-//! Authentication middleware: resolves each request once, and admits it by the route's credentials.
+//! Admits a request by the credentials of its route.
 
-use std::sync::Arc;
-
-use axum::extract::{Extension, Request, State};
+use axum::extract::Request;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use jiff::Timestamp;
 
-use super::{Denied, Identified, Ingress, Principal};
-use crate::gateway::state::Gateway;
-use crate::gateway::{body, proxy};
+use super::{Denied, Identified, Principal};
+use crate::gateway::body;
 use svc_http::openapi::Credential;
 use svc_http::problem::{Code, Problem};
-use svc_http::proof::Route;
 
 /// The authenticated principal, for handlers behind [`admit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller(pub Principal);
-
-/// Resolves the principal and stores the outcome for [`admit`]. A request for the code host is proxied as a whole,
-/// whatever its path.
-pub async fn identify(
-    State(gateway): State<Arc<Gateway>>,
-    Extension(ingress): Extension<Ingress>,
-    request: Request,
-    next: Next,
-) -> Response {
-    let (head, body) = request.into_parts();
-    let outcome = gateway.principal_resolver.resolve(&head, ingress, Timestamp::now()).await;
-    let outcome = outcome.and_then(|identified| require_installed_app(&gateway, identified));
-    let mut request = Request::from_parts(head, body);
-    if let Ok(Identified { route: Some(Route::Code), .. }) = outcome {
-        return proxy::to_code(&gateway, request).await;
-    }
-    request.extensions_mut().insert(outcome);
-    next.run(request).await
-}
-
-/// An app's token can outlive the app by up to an hour; its permissions must not.
-fn require_installed_app(gateway: &Gateway, identified: Identified) -> Result<Identified, Denied> {
-    let Principal::App { slug } = &identified.principal else { return Ok(identified) };
-    let snapshot = gateway.apps.snapshot();
-    match () {
-        () if snapshot.is_installed(slug) => Ok(identified),
-        () if snapshot.scanned => Err(Denied::AppNotInstalled),
-        () => Err(Denied::AppsNotLoaded),
-    }
-}
 
 /// Admits the principals of these credentials.
 pub async fn admit(credentials: &[Credential], mut request: Request, next: Next) -> Response {
@@ -65,7 +30,7 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
         Err(denied) => denied.into_response(),
     };
     // A client that is still sending would not read the refusal.
-    body::drain(request.into_body()).await;
+    body::LIMITS.drain(request.into_body()).await;
     refusal
 }
 

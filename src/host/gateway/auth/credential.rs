@@ -1,0 +1,61 @@
+//! The credentials that a route can accept, as the OpenAPI document describes them.
+
+use super::Principal;
+use svc_http::openapi::{Credential, Scheme};
+
+pub const OWNER: Credential = Credential {
+    name: "owner",
+    scheme: Scheme::Bearer,
+    about: "A JWT of the configured issuer for this machine's owner. Through the platform's router a browser's \
+            session works as well: the router replaces it with its own proof, x-svc-proof.",
+};
+pub const OWNERS_PROCESS: Credential = Credential {
+    name: "ownersProcess",
+    scheme: Scheme::Bearer,
+    about: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
+};
+pub const AGENT: Credential = Credential {
+    name: "agent",
+    scheme: Scheme::Bearer,
+    about: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
+};
+pub const APP: Credential = Credential {
+    name: "app",
+    scheme: Scheme::Bearer,
+    about: "An app's token, through the platform's router, which replaces it with a proof.",
+};
+pub const ADMIN: Credential = Credential {
+    name: "admin",
+    scheme: Scheme::Bearer,
+    about: "The machine's ADMIN_TOKEN, together with a proof.",
+};
+pub const PLATFORM: Credential = Credential {
+    name: "platform",
+    scheme: Scheme::Header("x-svc-proof"),
+    about: "A proof of the platform for this request: route internal with method, path and a single-use id.",
+};
+
+/// The owner and the machine's administrators.
+pub const OWNERS: &[Credential] = &[OWNER, ADMIN];
+/// Callers that may read the owner's records, but not act for the owner.
+pub const READERS: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN];
+/// [`READERS`], and the platform on behalf of its operators.
+pub const READERS_AND_PLATFORM: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN, PLATFORM];
+/// Callers that may load pages of apps.
+pub const VIEWERS: &[Credential] = &[OWNER, OWNERS_PROCESS, APP, ADMIN];
+/// All callers except the platform.
+pub const CALLERS: &[Credential] = &[OWNER, OWNERS_PROCESS, AGENT, APP, ADMIN];
+
+impl Principal {
+    /// The credential of this principal.
+    pub fn credential(&self) -> Credential {
+        match self {
+            Self::Owner { .. } => OWNER,
+            Self::OwnersProcess { .. } => OWNERS_PROCESS,
+            Self::Agent { .. } => AGENT,
+            Self::App { .. } => APP,
+            Self::Admin => ADMIN,
+            Self::Platform => PLATFORM,
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! What the bridge's handlers use.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::changes::{ChangeFeed, IdSecret};
+use super::refusal;
+use crate::agents::bridge_tokens::AgentTokens;
+use crate::agents::kernel::Kernel;
+use crate::gateway::apps::{App, Quotas, Registry};
+use crate::gateway::database::Database;
+use crate::gateway::writers::Writers;
+use svc_http::problem::{Code, Problem};
+use svc_machine::epoch::Epoch;
+
+/// The bridge to the apps' tables.
+pub struct Bridge {
+    pub apps: Arc<Registry>,
+    pub database: Arc<Database>,
+    pub quotas: Arc<Quotas>,
+    pub writers: Arc<Writers>,
+    /// Holds the owner's settings, which set the quotas.
+    pub kernel: Arc<Kernel>,
+    pub agent_tokens: Arc<AgentTokens>,
+    pub changes: Arc<ChangeFeed>,
+    pub change_ids: IdSecret,
+    pub epoch: Epoch,
+    /// Timeout of one statement of an app.
+    pub statement_timeout: Duration,
+}
+
+impl Bridge {
+    pub(super) fn find_app(&self, slug: &str) -> Result<Arc<App>, Problem> {
+        let snapshot = self.apps.snapshot();
+        match snapshot.apps.get(slug) {
+            Some(app) => Ok(app.clone()),
+            None if !snapshot.loaded => Err(refusal::unavailable()),
+            None => Err(Problem::new(Code::NotFound, "There is no such app.")),
+        }
+    }
+}

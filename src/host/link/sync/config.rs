@@ -1,0 +1,83 @@
+//! The settings of the sync agent, and its connections.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
+use crate::system::epoch;
+use crate::system::layout::Layout;
+use crate::system::postgres::Server;
+use crate::system::probe;
+use crate::system::store::StoreLink;
+use crate::system::store_credentials::{DuringOutage, RenewingCredentials};
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::config::Env;
+use svc_machine::epoch::Epoch;
+use svc_machine::name::ImageVersion;
+use svc_store::Bucket;
+use svc_store::key::SlotPrefix;
+
+/// Configuration of the agent.
+pub struct SyncConfig {
+    pub layout: Layout,
+    pub identity: Identity,
+    pub platform: PlatformLink,
+    pub slot: SlotPrefix,
+    pub bucket: Bucket,
+    /// Present if the store's credentials expire.
+    pub credentials: Option<Arc<RenewingCredentials>>,
+    pub server: Server,
+    pub listen: SocketAddr,
+    /// The release of user-data, used while none is installed.
+    pub image_version: ImageVersion,
+    pub heartbeat_interval: Duration,
+    pub meta_interval: Duration,
+    pub meta_refresh_interval: Duration,
+}
+
+impl SyncConfig {
+    pub fn read(layout: Layout) -> Result<Self, Failure> {
+        let mut env = config::environment(&layout);
+        let identity = Identity::read(&mut env);
+        let platform = PlatformLink::read(&mut env, &layout);
+        let store = StoreLink::read(&mut env, &layout);
+        let database = DatabaseUrl::read(&mut env);
+        let image_version = config::image_version(&mut env);
+        let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
+        let heartbeat_interval = read_seconds(&mut env, "HEARTBEAT_SECONDS", 30);
+        let meta_interval = read_seconds(&mut env, "VPS_META_SECONDS", 300);
+        let meta_refresh_interval = read_seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
+        let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
+        let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
+        let (bucket, credentials) = store.open_with_source(DuringOutage::Wait).or_exit(Exit::Config)?;
+        Ok(Self {
+            slot: SlotPrefix::new(&identity.user, &identity.slot),
+            bucket,
+            credentials,
+            server: Server::new(database.config()?),
+            layout,
+            identity,
+            platform,
+            listen,
+            image_version,
+            heartbeat_interval,
+            meta_interval,
+            meta_refresh_interval,
+        })
+    }
+
+    /// The current epoch; a heartbeat may have raised it.
+    pub fn epoch(&self) -> Epoch {
+        epoch::current(&self.layout, self.identity.epoch)
+    }
+}
+
+fn read_seconds(env: &mut Env, name: &str, default: u64) -> Duration {
+    let seconds = env.or(name, default);
+    if seconds == 0 {
+        env.mistake(name, "must be at least 1");
+    }
+    Duration::from_secs(seconds.max(1))
+}

@@ -1,0 +1,24 @@
+//! The stages of a run.
+
+use serde::Serialize;
+
+/// The last stage that a run reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Stage {
+    Gate,
+    Snapshot,
+    Dump,
+    Upload,
+    SideRecord,
+    Pointer,
+    Done,
+}
+
+impl Stage {
+    /// The stage's name in records.
+    pub fn name(self) -> String {
+        let name = serde_json::to_value(self).ok();
+        name.and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
+    }
+}

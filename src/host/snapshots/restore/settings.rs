@@ -1,0 +1,71 @@
+//! The settings of a restore, and its clients.
+
+use std::sync::Arc;
+
+use crate::snapshots::staging;
+use crate::snapshots::staging::RestoreContext;
+use crate::system::config;
+use crate::system::config::{DatabaseUrl, Identity};
+use crate::system::layout::Layout;
+use crate::system::postgres::Server;
+use crate::system::postgres_tools::PgTools;
+use crate::system::store::StoreLink;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_machine::name::IdpUserId;
+use svc_store::key::{SlotPrefix, SnapshotKey};
+
+/// Policy for a confirmed absence of snapshots. An existing snapshot is always restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// A snapshot must exist.
+    Required,
+    /// A new or intentionally empty user starts with an empty database.
+    Empty,
+}
+
+impl std::str::FromStr for Mode {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "required" => Ok(Self::Required),
+            "empty" => Ok(Self::Empty),
+            _ => Err("must be required or empty"),
+        }
+    }
+}
+
+pub struct RestoreSettings {
+    pub layout: Layout,
+    /// The user of this machine.
+    pub user: IdpUserId,
+    pub context: RestoreContext,
+    pub mode: Mode,
+    /// The snapshot to restore; `None`: the one that the pointer names.
+    pub chosen: Option<SnapshotKey>,
+}
+
+impl RestoreSettings {
+    pub fn read(layout: Layout) -> Result<Self, Failure> {
+        let mut env = config::environment(&layout);
+        let identity = Identity::read(&mut env);
+        let store = StoreLink::read(&mut env, &layout);
+        let database = DatabaseUrl::read(&mut env);
+        let tools = PgTools::locate(&mut env, &layout);
+        let mode = env.required::<Mode>("SVC_RESTORE_MODE");
+        let chosen = env.optional::<SnapshotKey>("SVC_RESTORE_SNAPSHOT");
+        let deadline = staging::deadline(&mut env);
+        let parts = identity.zip(store).zip(database).zip(mode);
+        let (((identity, store), database), mode) = env.finish(parts)?;
+        let context = RestoreContext {
+            name: "svc-restore",
+            slot: SlotPrefix::new(&identity.user, &identity.slot),
+            bucket: store.open().or_exit(Exit::Config)?,
+            server: Server::new(database.config()?),
+            tools,
+            deadline,
+            progress: Arc::default(),
+        };
+        Ok(Self { layout, user: identity.user, context, mode, chosen })
+    }
+}

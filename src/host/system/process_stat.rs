@@ -1,0 +1,75 @@
+//! `/proc/PID/stat` (proc(5)).
+
+use std::io;
+
+/// The start times of processes are in these units.
+pub const TICKS_PER_SECOND: u64 = 100;
+
+/// The fields that are used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProcessStat {
+    pub is_zombie: bool,
+    pub parent: i32,
+    /// In clock ticks since boot.
+    pub started: u64,
+}
+
+impl ProcessStat {
+    /// # Errors
+    /// The process has ended, `/proc` hides it, or its fields are not those of proc(5).
+    pub fn from_pid(pid: i32) -> io::Result<Self> {
+        Self::read(&pid.to_string())
+    }
+
+    /// # Errors
+    /// As [`Self::from_pid`].
+    pub fn of_this_process() -> io::Result<Self> {
+        Self::read("self")
+    }
+
+    fn read(process: &str) -> io::Result<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
+        Self::parse(&stat).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not as in proc(5)"))
+    }
+
+    fn parse(stat: &str) -> Option<Self> {
+        // The second field is a name in parentheses and may contain anything.
+        let (_, rest) = stat.rsplit_once(')')?;
+        let mut fields = rest.split_whitespace();
+        Some(Self {
+            is_zombie: fields.next()? == "Z",
+            parent: fields.next()?.parse().ok()?,
+            // Field 22; 5 to 21 are skipped.
+            started: fields.nth(17)?.parse().ok()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parse_accepts_any_process_name() {
+        let stat = |name: &str| {
+            ProcessStat::parse(&format!("7 ({name}) S 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0"))
+        };
+        let expected = ProcessStat { is_zombie: false, parent: 3, started: 4242 };
+        for name in ["sh", "a) b", "a) b) (c", ""] {
+            assert_eq!(stat(name), Some(expected), "{name}");
+        }
+        assert!(
+            ProcessStat::parse("7 (sh) Z 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0").unwrap().is_zombie
+        );
+        for damaged in ["", "nothing", "7 (sh) S", "7 (sh) S 3 1 1"] {
+            assert_eq!(ProcessStat::parse(damaged), None, "{damaged}");
+        }
+    }
+
+    #[test]
+    fn from_pid_reads_this_process() {
+        let this = i32::try_from(std::process::id()).unwrap();
+        assert_eq!(ProcessStat::from_pid(this).unwrap(), ProcessStat::of_this_process().unwrap());
+        assert!(ProcessStat::from_pid(i32::MAX).is_err());
+    }
+}

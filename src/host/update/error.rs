@@ -1,0 +1,35 @@
+//! Why an update did not end.
+
+use super::history::HistoryError;
+use svc_base::applet::{Exit, Failure};
+use svc_base::config::ConfigError;
+use svc_base::failpoint::Injected;
+use svc_base::fsx::FileError;
+
+/// Reason why an update did not end; the journal stays open for the next run.
+#[derive(Debug, thiserror::Error)]
+pub enum UpdateError {
+    #[error("no release is installed on this machine")]
+    NoRelease,
+    #[error("there is no release to go back to")]
+    NoPrevious,
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    History(#[from] HistoryError),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl From<UpdateError> for Failure {
+    fn from(error: UpdateError) -> Self {
+        let exit = match error {
+            UpdateError::NoRelease | UpdateError::NoPrevious => Exit::Refused,
+            UpdateError::Config(_) => Exit::Config,
+            _ => Exit::Internal,
+        };
+        Self::new(exit, error)
+    }
+}

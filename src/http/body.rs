@@ -1,0 +1,143 @@
+//! Bodies of requests and responses, read within limits of size and time.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use bytes::Bytes;
+use futures_util::StreamExt;
+use http::{HeaderMap, header};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+
+/// Limits of a server.
+#[derive(Debug, Clone, Copy)]
+pub struct BodyLimits {
+    /// Timeout of reading a request body.
+    pub read_timeout: Duration,
+    /// Maximum bytes of a refused body that are read, and for how long: a client that is still sending when the
+    /// connection closes would not read the refusal.
+    pub max_drained_bytes: usize,
+    pub drain_timeout: Duration,
+}
+
+/// Why a request body was not read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RequestBodyError {
+    #[error("the body is too large")]
+    TooLarge,
+    #[error("the body did not arrive in time")]
+    Timeout,
+    #[error("the body is incomplete")]
+    Incomplete,
+}
+
+impl BodyLimits {
+    /// Reads a body of at most `max_bytes`. After an error, `body` is what has not been read.
+    ///
+    /// # Errors
+    /// See [`RequestBodyError`].
+    pub async fn read(&self, body: &mut Body, max_bytes: usize) -> Result<Bytes, RequestBodyError> {
+        let collecting = Limited::new(body, max_bytes).collect();
+        match tokio::time::timeout(self.read_timeout, collecting).await {
+            Ok(Ok(whole)) => Ok(whole.to_bytes()),
+            Ok(Err(error)) if error.is::<LengthLimitError>() => Err(RequestBodyError::TooLarge),
+            Ok(Err(_)) => Err(RequestBodyError::Incomplete),
+            Err(_) => Err(RequestBodyError::Timeout),
+        }
+    }
+
+    /// Reads and discards the rest of a refused body, within the limits.
+    pub async fn drain(&self, body: Body) {
+        let mut chunks = body.into_data_stream();
+        let draining = async {
+            let mut drained = 0;
+            while let Some(Ok(chunk)) = chunks.next().await {
+                drained += chunk.len();
+                if drained > self.max_drained_bytes {
+                    break;
+                }
+            }
+        };
+        // A slower client does not receive the refusal.
+        let _ = tokio::time::timeout(self.drain_timeout, draining).await;
+    }
+}
+
+/// Whether a request declares a longer body. A body without a declared length is limited where it is read.
+pub fn declares_more_than(headers: &HeaderMap, max_bytes: usize) -> bool {
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
+    let length: Option<u64> = length.and_then(|text| text.parse().ok());
+    length.is_some_and(|length| length > max_bytes as u64)
+}
+
+/// Why the body of a response was not read to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum ResponseBodyError {
+    #[error("the response is larger than {0} bytes")]
+    TooLarge(usize),
+    #[error(transparent)]
+    Http(#[from] reqwest::Error),
+}
+
+/// Appends the rest of a response, of at most `max_bytes`, to `body`.
+///
+/// # Errors
+/// See [`ResponseBodyError`]; `body` has what was read before.
+pub async fn read_response(
+    response: &mut reqwest::Response,
+    max_bytes: usize,
+    body: &mut Vec<u8>,
+) -> Result<(), ResponseBodyError> {
+    while let Some(chunk) = response.chunk().await? {
+        if body.len() + chunk.len() > max_bytes {
+            return Err(ResponseBodyError::TooLarge(max_bytes));
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::stream;
+
+    use super::*;
+
+    const LIMITS: BodyLimits = BodyLimits {
+        read_timeout: Duration::from_secs(15),
+        max_drained_bytes: 8,
+        drain_timeout: Duration::from_secs(2),
+    };
+
+    fn chunks(parts: &'static [&'static str]) -> Body {
+        Body::from_stream(stream::iter(parts.iter().map(|part| Ok::<_, std::io::Error>(*part))))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn read_limits_size_and_time() {
+        assert_eq!(LIMITS.read(&mut chunks(&["ab", "cd"]), 4).await.unwrap(), "abcd");
+        assert_eq!(LIMITS.read(&mut chunks(&["ab", "cde"]), 4).await, Err(RequestBodyError::TooLarge));
+        let mut silent = Body::from_stream(stream::pending::<Result<Bytes, std::io::Error>>());
+        assert_eq!(LIMITS.read(&mut silent, 4).await, Err(RequestBodyError::Timeout));
+        let broken = stream::iter([Ok("ab"), Err(std::io::Error::other("closed"))]);
+        assert_eq!(LIMITS.read(&mut Body::from_stream(broken), 4).await, Err(RequestBodyError::Incomplete));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn drain_stops_at_each_limit() {
+        let start = tokio::time::Instant::now();
+        LIMITS.drain(Body::from_stream(stream::repeat_with(|| Ok::<_, std::io::Error>("abc")))).await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        LIMITS.drain(Body::from_stream(stream::pending::<Result<Bytes, std::io::Error>>())).await;
+        assert_eq!(start.elapsed(), LIMITS.drain_timeout);
+    }
+
+    #[test]
+    fn declared_length_is_compared() {
+        let declared = |text: &str| {
+            let headers = HeaderMap::from_iter([(header::CONTENT_LENGTH, text.parse().unwrap())]);
+            declares_more_than(&headers, 4)
+        };
+        assert!(!declared("4") && declared("5") && !declared("x"));
+        assert!(!declares_more_than(&HeaderMap::new(), 4));
+    }
+}
