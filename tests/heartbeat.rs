@@ -150,6 +150,8 @@ async fn record_of_another_owner_is_rotated() -> Result<()> {
         for name in ["audit.jsonl", "audit-2020-01-01.jsonl"] {
             std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;
         }
+    } else {
+        kit::skip::record("only root can give a record to another owner");
     }
     machine.run(&["svc-heartbeat"])?.expect(0);
     assert_rotated(&machine)?;

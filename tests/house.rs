@@ -42,7 +42,7 @@ const TEXTS: [&str; 19] = [
 ];
 
 fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("below the root").to_owned()
 }
 
 fn files() -> Vec<File> {

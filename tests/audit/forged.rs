@@ -124,7 +124,7 @@ fn a_dispatch_is_what_the_dispatcher_says_and_not_what_the_environment_does() ->
 #[test]
 fn only_the_gateways_user_begins_and_ends_dispatches() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: only root can act for another user");
+        kit::skip::record("only root can act for another user");
         return Ok(());
     }
     let home = Home::new()?;

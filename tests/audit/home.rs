@@ -9,12 +9,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use kit::child::{self, AtExit};
+use kit::child::OwnedChild;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use svc::host::audit::protocol;
@@ -28,7 +29,7 @@ pub struct Agent(pub &'static str);
 
 /// The process of an agent; it runs the agent's hooks.
 pub struct Program {
-    shell: Child,
+    shell: OwnedChild,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
     /// Whether the watcher received the dispatch of this process.
@@ -37,7 +38,7 @@ pub struct Program {
 
 impl Program {
     pub fn pid(&self) -> u32 {
-        self.shell.id()
+        self.shell.pid()
     }
 
     /// Runs a shell line and returns its exit code.
@@ -50,8 +51,6 @@ impl Program {
 
     pub fn kill(mut self) -> Result<()> {
         self.shell.kill()?;
-        self.shell.wait()?;
-        child::unregister(self.shell.id());
         Ok(())
     }
 }
@@ -61,7 +60,7 @@ pub const BOB: Agent = Agent("bob");
 
 pub struct Home {
     root: tempfile::TempDir,
-    watcher: Option<Child>,
+    watcher: Option<OwnedChild>,
     pub failpoints: String,
     /// Whether its hooks stop waiting at their limit.
     pub is_hasty: bool,
@@ -131,8 +130,7 @@ impl Home {
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("watch.log"))?;
         let mut command = self.watcher_command();
         command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", &self.failpoints);
-        let mut watcher = command.stdout(log.try_clone()?).stderr(log).spawn()?;
-        child::kill_on_exit(watcher.id(), AtExit::Kill);
+        let mut watcher = OwnedChild::spawn(command.stdout(log.try_clone()?).stderr(log))?;
         let (deadline, mut buffer) = (Instant::now() + RECORD_TIMEOUT, [0_u8; 1024]);
         loop {
             if let Ok(size) = socket.recv(&mut buffer)
@@ -140,7 +138,7 @@ impl Home {
             {
                 break;
             }
-            if let Some(status) = watcher.try_wait()? {
+            if let Some(status) = watcher.status() {
                 bail!("svc-watch ended with {status}: {}", self.log());
             }
             ensure!(Instant::now() < deadline, "svc-watch did not get ready: {}", self.log());
@@ -179,10 +177,9 @@ impl Home {
     fn program(&self, agent: Agent) -> Result<Program> {
         let mut command = self.isolated_command("bash", &["--norc"]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).env("SVC_AGENT_NAME", agent.0);
-        let mut shell = command.env("SVC_DISPATCH_ID", agent.0).spawn()?;
-        child::kill_on_exit(shell.id(), AtExit::Kill);
-        let stdin = shell.stdin.take().context("stdin")?;
-        let stdout = BufReader::new(shell.stdout.take().context("stdout")?);
+        let mut shell = OwnedChild::spawn(command.env("SVC_DISPATCH_ID", agent.0))?;
+        let stdin = shell.take_stdin().context("stdin")?;
+        let stdout = BufReader::new(shell.take_stdout().context("stdout")?);
         Ok(Program { shell, stdin, stdout, is_announced: false })
     }
 
@@ -196,30 +193,26 @@ impl Home {
     }
 
     pub fn pid(&self) -> u32 {
-        self.watcher.as_ref().map_or(0, Child::id)
+        self.watcher.as_ref().map_or(0, OwnedChild::pid)
     }
 
     /// Whether the watcher exits within a short time.
     pub fn has_ended(&mut self) -> Result<bool> {
         let watcher = self.watcher.as_mut().context("a watcher")?;
-        Ok(child::wait_until(watcher, Instant::now() + Duration::from_secs(10)).is_some())
+        Ok(watcher.wait(Duration::from_secs(10)).is_some())
     }
 
     pub fn kill(&mut self) -> Result<()> {
         if let Some(mut watcher) = self.watcher.take() {
             watcher.kill()?;
-            watcher.wait()?;
-            child::unregister(watcher.id());
         }
         Ok(())
     }
 
     pub fn terminate(&mut self) -> Result<()> {
         let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
-        let pid = nix::unistd::Pid::from_raw(i32::try_from(watcher.id())?);
-        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?;
-        let status = child::wait_until(&mut watcher, Instant::now() + RECORD_TIMEOUT);
-        child::unregister(watcher.id());
+        watcher.signal(Signal::SIGTERM)?;
+        let status = watcher.wait(RECORD_TIMEOUT);
         ensure!(status.is_some_and(|status| status.success()), "{status:?}: {}", self.log());
         Ok(())
     }

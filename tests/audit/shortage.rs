@@ -17,7 +17,7 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
     let most: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
     if most > 100_000 {
-        println!("SKIPPED: the kernel queues {most} events, too many to make here");
+        kit::skip::record(format_args!("the kernel queues {most} events, too many to make here"));
         return Ok(());
     }
     // Creates, writes and closes each file in a watched folder.
@@ -50,7 +50,7 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
 fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
     let is_possible = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
     if !is_possible.is_ok_and(|output| output.status.success()) {
-        println!("SKIPPED: no user namespace can be made here");
+        kit::skip::record("no user namespace can be made here");
         return Ok(());
     }
     let mut home = Home::unwatched()?;

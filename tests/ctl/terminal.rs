@@ -24,6 +24,13 @@ async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&s
     output
 }
 
+/// Asserts that the platform was read, and nothing else.
+#[track_caller]
+fn assert_only_reads(platform: &Platform) {
+    let seen = platform.seen();
+    assert!(!seen.is_empty() && seen.iter().all(|request| request.line.starts_with("GET ")), "{seen:?}");
+}
+
 fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
@@ -42,7 +49,7 @@ async fn typed_confirmation_decides() {
         let platform = Platform::start([Reply::Json(200, record("running", None))]).await;
         let output = on_terminal(&platform, &["delete", MACHINE], typed, &[]).await;
         assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", printed(&output));
-        assert!(platform.seen().iter().all(|request| request.line.starts_with("GET ")), "{typed:?}");
+        assert_only_reads(&platform);
     }
 }
 
@@ -130,7 +137,7 @@ async fn discard_prompt_names_the_data_that_would_be_lost() {
     assert_eq!(output.status.code(), Some(65));
     let said = printed(&output);
     assert!(said.contains("its server holds 43 min of changes that no snapshot has"), "{said}");
-    assert!(platform.seen().iter().all(|request| request.line.starts_with("GET ")));
+    assert_only_reads(&platform);
 }
 
 #[tokio::test]

@@ -2,11 +2,11 @@
 //! match their actions.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use kit::child::{self, AtExit};
+use kit::child::OwnedChild;
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -26,20 +26,9 @@ fn program(name: &str, package: &str) -> Result<PathBuf> {
     Ok(std::path::absolute(program)?)
 }
 
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.0.kill().ok();
-        self.0.wait().ok();
-        child::unregister(self.0.id());
-    }
-}
-
-fn spawn_until_exists(command: &mut Command, there: &Path) -> Result<Running> {
-    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-    child::kill_on_exit(child.id(), AtExit::Kill);
-    let running = Running(child);
+fn spawn_until_exists(command: &mut Command, there: &Path) -> Result<OwnedChild> {
+    let running =
+        OwnedChild::spawn(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()))?;
     let end = Instant::now() + Duration::from_secs(20);
     while !there.exists() {
         ensure!(Instant::now() < end, "{} did not appear", there.display());
@@ -95,7 +84,7 @@ fn codex_script(_: &Path) -> Value {
 fn machine(
     script: fn(&Path) -> Value,
     agent: impl FnOnce(&str, &Machine) -> Result<Value>,
-) -> Result<(Machine, Vec<Running>)> {
+) -> Result<(Machine, Vec<OwnedChild>)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let (root, home) = (machine.path(""), machine.path("home/svc/home"));
     std::fs::create_dir_all(&home)?;
@@ -246,7 +235,7 @@ fn short(line: &Value) -> (&str, &str, &str) {
 }
 
 /// A machine whose agent is Codex.
-fn codex() -> Result<(Machine, Vec<Running>)> {
+fn codex() -> Result<(Machine, Vec<OwnedChild>)> {
     let program = program("codex", "@openai/codex@0.169.0")?;
     machine(codex_script, |url, machine| {
         let config = format!(

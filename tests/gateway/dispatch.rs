@@ -2,11 +2,12 @@
 //! remaining processes.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use kit::child::{self, AtExit};
+use kit::child::OwnedChild;
+use nix::sys::signal::Signal;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -46,17 +47,13 @@ case $prompt in
 esac
 "#;
 
-pub struct Runner(Child);
+pub struct Runner(OwnedChild);
 
 impl Drop for Runner {
+    /// It ends its agents, as at the stop of its unit.
     fn drop(&mut self) {
-        if let Ok(pid) = i32::try_from(self.0.id()) {
-            nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM).ok();
-        }
-        if child::wait_until(&mut self.0, Instant::now() + Duration::from_secs(20)).is_none() {
-            self.0.kill().ok();
-        }
-        child::unregister(self.0.id());
+        self.0.signal(Signal::SIGTERM).ok();
+        self.0.wait(Duration::from_secs(20));
     }
 }
 
@@ -68,15 +65,15 @@ pub fn runner(root: &Path) -> Result<Runner> {
     // Nothing listens there.
     command.env("NOTIFY_SOCKET", root.join("no.sock"));
     let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
-    let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
-    child::kill_on_exit(child.id(), AtExit::Kill);
+    let runner =
+        Runner(OwnedChild::spawn(command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log))?);
     let socket = root.join("run/svc/owner/agent.sock");
     let end = Instant::now() + Duration::from_secs(10);
     while !socket.exists() {
         ensure!(Instant::now() < end, "svc-agent does not listen");
         std::thread::sleep(Duration::from_millis(10));
     }
-    Ok(Runner(child))
+    Ok(runner)
 }
 
 pub fn config(more: &Value) -> String {

@@ -4,14 +4,15 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use jiff::Timestamp;
-use kit::child::{self, AtExit};
+use kit::child::OwnedChild;
 use kit::pg::TestDatabase;
+use nix::sys::signal::Signal;
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
 use svc::http::client::{Deadlines, with_tls};
@@ -38,7 +39,7 @@ pub struct Host {
     pub machine: Machine,
     pub address: String,
     client: reqwest::Client,
-    child: Child,
+    child: OwnedChild,
 }
 
 /// A unique name, because roles are shared by the whole server.
@@ -122,7 +123,7 @@ impl Machine {
     /// Runs a gateway that is expected to exit.
     pub fn run_to_end(&self) -> Result<Output> {
         let mut child = self.command().stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-        if child::wait_until(&mut child, Instant::now() + WAIT_TIMEOUT).is_none() {
+        if kit::child::wait_until(&mut child, Instant::now() + WAIT_TIMEOUT).is_none() {
             child.kill()?;
             child.wait()?;
             bail!("the gateway is still running");
@@ -137,9 +138,9 @@ impl Machine {
         let socket = UnixDatagram::bind(&notify)?;
         socket.set_read_timeout(Some(Duration::from_millis(50)))?;
         let log = std::fs::OpenOptions::new().create(true).append(true).open(self.path("gateway.log"))?;
-        let mut child =
-            self.command().env("NOTIFY_SOCKET", &notify).stdout(log.try_clone()?).stderr(log).spawn()?;
-        child::kill_on_exit(child.id(), AtExit::Kill);
+        let mut command = self.command();
+        command.env("NOTIFY_SOCKET", &notify).stdout(log.try_clone()?).stderr(log);
+        let mut child = OwnedChild::spawn(&mut command)?;
         let deadline = Instant::now() + WAIT_TIMEOUT;
         let mut buffer = [0_u8; 1024];
         let address = loop {
@@ -150,7 +151,7 @@ impl Machine {
                     break address.to_owned();
                 }
             }
-            if let Some(status) = child.try_wait()? {
+            if let Some(status) = child.status() {
                 bail!(
                     "the gateway ended with {status}: {}",
                     std::fs::read_to_string(self.path("gateway.log"))?
@@ -213,7 +214,7 @@ impl Host {
 
     /// The peak memory of the gateway, in bytes.
     pub fn peak_memory(&self) -> Result<u64> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.pid()))?;
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("VmHWM")?;
         Ok(peak.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
     }
@@ -263,41 +264,22 @@ impl Host {
     }
 
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.pid()
     }
 
     pub fn terminate(&self) -> Result<()> {
-        let pid = nix::unistd::Pid::from_raw(i32::try_from(self.child.id())?);
-        Ok(nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?)
+        self.child.signal(Signal::SIGTERM)
     }
 
     pub async fn ended(&mut self) -> Result<ExitStatus> {
-        let deadline = Instant::now() + WAIT_TIMEOUT;
-        loop {
-            if let Some(status) = self.child.try_wait()? {
-                return Ok(status);
-            }
-            ensure!(Instant::now() < deadline, "timeout: the gateway still runs\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        let status = self.child.ended(WAIT_TIMEOUT).await;
+        status.with_context(|| format!("timeout: the gateway still runs\n{}", self.log()))
     }
 
     /// Kills the gateway and starts it again on the same machine.
     pub fn restart(mut self) -> Result<Self> {
         self.child.kill()?;
-        self.child.wait()?;
-        child::unregister(self.child.id());
-        // The machine is moved to the new host; the old one keeps only its dead child.
-        let machine = std::mem::replace(&mut self.machine, Machine::new("postgres://nobody@127.0.0.1/x")?);
-        machine.start()
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        child::unregister(self.child.id());
+        self.machine.start()
     }
 }
 

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use kit::child::{self, AtExit};
+use kit::child::OwnedChild;
 
 use super::host::Machine;
 
@@ -58,8 +58,7 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
     command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
     command.env("JOURNAL_STREAM", format!("{}:{}", meta.dev(), meta.ino())).env("RUST_LOG", "svc=debug");
-    let mut process = command.stderr(stderr).spawn().context("unshare")?;
-    child::kill_on_exit(process.id(), AtExit::Kill);
+    let mut process = OwnedChild::spawn(command.stderr(stderr)).context("unshare")?;
 
     let mut entries = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(30);
@@ -84,14 +83,11 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
             break all.into_iter().cloned().collect::<Vec<_>>();
         }
         if Instant::now() > deadline {
-            process.kill()?;
             let said = std::fs::read_to_string(machine.path("stderr"))?;
             anyhow::bail!("no entries of the request among {entries:#?}\nstderr: {said}");
         }
     };
     process.kill()?;
-    process.wait()?;
-    child::unregister(process.id());
 
     for entry in &entries {
         ensure!(entry.get("SVC_MACHINE_ID") == Some(&vec![machine.id.to_string()]), "{entry:?}");

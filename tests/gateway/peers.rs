@@ -20,7 +20,7 @@ const ANOTHER_USER: u32 = 1941;
 /// A gateway whose socket is open to another user; `None` if the test cannot create one.
 fn host_of_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: only root can act for two users");
+        kit::skip::record("only root can act for two users");
         return Ok(None);
     }
     let machine = Machine::new(UNREACHABLE_DATABASE)?;

@@ -126,7 +126,9 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     fs::remove_file(logs.join("activity.log"))?;
     until_limit_logged(&host, 1).await?;
     until_stuck(&host, 0.0).await?;
-    if !nix::unistd::geteuid().is_root() {
+    if nix::unistd::geteuid().is_root() {
+        kit::skip::record("root can write to a directory without permission");
+    } else {
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o500))?;
         fs::remove_file(logs.join("activity.log")).ok();
         set_limit(&host, 2).await?;

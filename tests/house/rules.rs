@@ -80,7 +80,7 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
 /// xtask and the kit drive the public CLI, HTTP and signals, so their manifests must not depend on the product's
 /// package.
 pub fn links_to_the_product(file: &File) -> Vec<String> {
-    if !matches!(file.path.as_str(), "xtask/Cargo.toml" | "tests/kit/Cargo.toml") {
+    if !matches!(file.path.as_str(), "xtask/Cargo.toml" | "tests/kit/Cargo.toml" | "tests/house/Cargo.toml") {
         return Vec::new();
     }
     let is_product = |key: &str| key == "svc" || key.starts_with("svc-");

@@ -36,7 +36,9 @@ async fn only_a_paid_slot_gets_a_machine_of_its_plan() {
     let mut unpublished = provision_body("user_1");
     unpublished["imageVersion"] = json!("v9");
     provision(unpublished).await.assert_problem(404, "bundle_not_found");
-    assert!(stack.provider.calls().iter().all(|call| call.method == "GET"));
+    let calls = || async { Some(stack.provider.calls()).filter(|calls| !calls.is_empty()) };
+    let calls = stack.eventually("the platform calls the provider", calls).await;
+    assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");
 
     let first = provision(provision_body("user_1")).await;
     assert_eq!(first.status, 202, "{first:?}");

@@ -4,11 +4,11 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use kit::child::{self, AtExit};
+use kit::child::OwnedChild;
 use kit::pg::{TestDatabase, test_database_from};
 use kit::provider::{Power, ServerView, Simulator, SimulatorOptions};
 use kit::s3::S3Server;
@@ -107,9 +107,8 @@ impl Stack {
 
     pub fn started(&self, mut command: Command) -> Process {
         command.stdout(Stdio::piped());
-        let mut child = command.spawn().expect("the platform starts");
-        child::kill_on_exit(child.id(), AtExit::Kill);
-        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        let mut child = OwnedChild::spawn(&mut command).expect("the platform starts");
+        let mut lines = BufReader::new(child.take_stdout().expect("piped")).lines();
         let base = lines
             .by_ref()
             .map_while(Result::ok)
@@ -418,31 +417,23 @@ impl Answer {
 }
 
 pub struct Process {
-    child: Child,
+    child: OwnedChild,
     pub base: String,
     pub router: String,
 }
 
 impl Process {
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.pid()
     }
 
     pub fn kill(&mut self) {
         self.child.kill().ok();
-        self.child.wait().ok();
     }
 
     /// Waits until the process has exited.
     pub async fn end(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + WAIT_TIMEOUT;
-        loop {
-            if let Ok(Some(status)) = self.child.try_wait() {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "the platform still runs");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        self.child.ended(WAIT_TIMEOUT).await.expect("the platform still runs")
     }
 
     /// Waits until the process was killed at its fail point.
@@ -454,18 +445,11 @@ impl Process {
     /// [`Self::killed`] at a point that is reached only while hosts send requests.
     pub async fn killed_while<F: Future<Output = ()>>(&mut self, mut speak: impl FnMut(String) -> F) {
         let deadline = Instant::now() + WAIT_TIMEOUT;
-        while let Ok(None) = self.child.try_wait() {
+        while self.child.status().is_none() {
             assert!(Instant::now() < deadline, "the platform still runs");
             speak(self.base.clone()).await;
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         self.killed().await;
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.kill();
-        child::unregister(self.child.id());
     }
 }

@@ -121,7 +121,7 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
     svc::http::tls::install_provider();
     if let Err(error) = tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
     {
-        println!("SKIPPED: SeaweedFS cannot be fetched: {error:#}");
+        kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));
         return Ok(None);
     }
     let seaweed = tokio::task::spawn_blocking(Seaweed::start).await??;

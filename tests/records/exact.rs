@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use jiff::civil::Date;
-use kit::child::{self, AtExit};
+use kit::child::{self, OwnedChild};
 use kit::long::Figures;
 use serde_json::Value;
 use svc::host::records::entry::{Interaction, Status};
@@ -147,14 +147,12 @@ impl Campaign {
         Ok(self.acknowledged()?.last_key_value().map_or(0, |(last, _)| last + 1))
     }
 
-    fn start(&self, failpoints: &str) -> Result<Child> {
+    fn start(&self, failpoints: &str) -> Result<OwnedChild> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["--ignored", "--exact", "--nocapture", "records::exact::victim"]);
         command.env(DIR, self.layout.root()).env(FIRST, self.next()?.to_string());
         command.env(LAST, self.dispatches.to_string()).env("FAILPOINTS", failpoints);
-        let child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
-        child::kill_on_exit(child.id(), AtExit::Kill);
-        Ok(child)
+        Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
     }
 
     /// Kills a process some time after its start, or during its start. Returns `false` if it had already finished.
@@ -163,13 +161,9 @@ impl Campaign {
         if has_started {
             wait_for_line(&mut child, "begun")?;
         }
-        let status = child::wait_until(&mut child, std::time::Instant::now() + wait);
+        let status = child.wait(wait);
         let killed = now();
-        if status.is_none() {
-            child.kill()?;
-        }
-        let status = child.wait()?;
-        child::unregister(child.id());
+        let status = status.map_or_else(|| child.kill(), Ok)?;
         if status.success() {
             return Ok(false);
         }
@@ -195,8 +189,8 @@ impl Campaign {
     fn finish(&mut self) -> Result<()> {
         let mut child = self.start("")?;
         wait_for_line(&mut child, "done")?;
-        ensure!(child.wait()?.success(), "the process succeeds");
-        child::unregister(child.id());
+        let status = child.wait(Duration::from_secs(60));
+        ensure!(status.is_some_and(|status| status.success()), "the process succeeds: {status:?}");
         Ok(())
     }
 
@@ -263,8 +257,8 @@ impl Campaign {
     }
 }
 
-fn wait_for_line(child: &mut Child, word: &str) -> Result<()> {
-    let lines = BufReader::new(child.stdout.as_mut().context("its output")?).lines();
+fn wait_for_line(child: &mut OwnedChild, word: &str) -> Result<()> {
+    let lines = BufReader::new(child.stdout().context("its output")?).lines();
     let mut found = lines.map_while(Result::ok).filter(|line| line.ends_with(word));
     found.next().map(|_| ()).with_context(|| format!("it did not say {word}"))
 }
@@ -331,9 +325,8 @@ fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
     let mut campaign = Campaign::new(2_000)?;
     for point in POINTS {
         let mut child = campaign.start(&format!("{point}=5*off->return(kill)"))?;
-        let status = child::wait_until(&mut child, std::time::Instant::now() + Duration::from_secs(60));
+        let status = child.wait(Duration::from_secs(60));
         let killed = now();
-        child::unregister(child.id());
         ensure!(status.is_some_and(|status| !status.success()), "{point}: {status:?}");
         campaign.record_losses(killed)?;
         campaign.assert_exact().with_context(|| point.to_string())?;

@@ -67,9 +67,18 @@ struct SourceState {
     content: Vec<u8>,
     etag: String,
     ranges: bool,
+    /// The content after the next request.
+    next: Option<Vec<u8>>,
     requests: Vec<BundleRequest>,
     /// Other files, by the end of their path; `None` for a missing file.
     others: BTreeMap<String, Option<Vec<u8>>>,
+}
+
+impl SourceState {
+    fn set(&mut self, content: Vec<u8>) {
+        self.etag = format!("\"{}\"", digest(&content));
+        self.content = content;
+    }
 }
 
 /// The source; it runs until the test's runtime ends.
@@ -81,12 +90,8 @@ pub struct Source {
 
 impl Source {
     pub async fn start(content: Vec<u8>) -> Result<Self> {
-        let state = SourceState {
-            etag: format!("\"{}\"", digest(&content)),
-            content,
-            ranges: true,
-            ..SourceState::default()
-        };
+        let mut state = SourceState { ranges: true, ..SourceState::default() };
+        state.set(content);
         let state = Arc::new(Mutex::new(state));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
@@ -100,10 +105,12 @@ impl Source {
     }
 
     pub fn replace(&self, content: Vec<u8>) {
-        self.with(|state| {
-            state.etag = format!("\"{}\"", digest(&content));
-            state.content = content;
-        });
+        self.with(|state| state.set(content));
+    }
+
+    /// Replaces the content as soon as one more request was answered.
+    pub fn replace_after_next_request(&self, content: Vec<u8>) {
+        self.with(|state| state.next = Some(content));
     }
 
     /// Adds another file, or marks it as missing.
@@ -143,5 +150,8 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
             .body(Body::from(state.content[from..].to_vec())),
         _ => answer.body(Body::from(state.content.clone())),
     };
+    if let Some(next) = state.next.take() {
+        state.set(next);
+    }
     answer.expect("a response of known headers")
 }

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use kit::s3::S3Server;
+use tokio_postgres::error::SqlState;
 
 use super::machine::{self, Machine};
 
@@ -17,7 +18,7 @@ const OWNER: u32 = 1940;
 /// A machine in use whose directories have the owners that tmpfiles assigns; `None` if the test cannot create one.
 async fn machine_of_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: only root can act for two users");
+        kit::skip::record("only root can act for two users");
         return Ok(None);
     }
     let machine = Machine::in_use(store, epoch).await?;
@@ -104,7 +105,9 @@ async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
     symlink(&trap, &planted)?;
     let refused = other.run(&["svc-restore", "import", text(&archive)?])?.expect(70);
     assert!(refused.stderr.contains("move it away first"), "{}", refused.stderr);
-    assert!(other.client().await?.query("SELECT FROM public.t", &[]).await.is_err(), "no table was imported");
+    let error =
+        other.client().await?.query("SELECT FROM public.t", &[]).await.expect_err("no table was imported");
+    assert_eq!(error.code(), Some(&SqlState::UNDEFINED_TABLE), "{error}");
     lchown(&planted, Some(OWNER), Some(OWNER))?;
     write_as(&other, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
     other.run(&["svc-restore", "import", text(&archive)?])?.expect(0);

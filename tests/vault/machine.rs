@@ -3,11 +3,11 @@
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use kit::child::{self, AtExit};
+use kit::child::OwnedChild;
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 use kit::s3::S3Server;
 use svc::machine::epoch::Epoch;
@@ -240,17 +240,16 @@ impl Machine {
     pub fn spawn(&self, words: &[&str], extra: Extra<'_>) -> Result<Running> {
         let out = tempfile::NamedTempFile::new()?;
         let err = tempfile::NamedTempFile::new()?;
-        let child = Command::new(env!("CARGO_BIN_EXE_svc"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+        command
             .args(words)
             .env_clear()
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .envs(extra.iter().copied())
             .stdin(Stdio::null())
             .stdout(out.reopen()?)
-            .stderr(err.reopen()?)
-            .spawn()?;
-        child::kill_on_exit(child.id(), AtExit::Kill);
-        Ok(Running { child, out, err })
+            .stderr(err.reopen()?);
+        Ok(Running { child: OwnedChild::spawn(&mut command)?, out, err })
     }
 
     /// Runs an applet to its end.
@@ -276,20 +275,19 @@ impl Machine {
 
 /// A running applet.
 pub struct Running {
-    child: Child,
+    child: OwnedChild,
     out: tempfile::NamedTempFile,
     err: tempfile::NamedTempFile,
 }
 
 impl Running {
     pub fn signal(&self, signal: nix::sys::signal::Signal) -> Result<()> {
-        let pid = nix::unistd::Pid::from_raw(i32::try_from(self.child.id())?);
-        Ok(nix::sys::signal::kill(pid, signal)?)
+        self.child.signal(signal)
     }
 
     /// The peak resident memory in anonymous pages, sampled until the run has ended.
     pub async fn peak_memory(&self) -> u64 {
-        let (mut most, path) = (0, format!("/proc/{}/status", self.child.id()));
+        let (mut most, path) = (0, format!("/proc/{}/status", self.child.pid()));
         while let Some(now) = fs::read_to_string(&path).ok().as_deref().and_then(resident) {
             most = most.max(now);
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -302,11 +300,9 @@ impl Running {
     }
 
     pub fn end(mut self) -> Result<Ended> {
-        let Some(status) = child::wait_until(&mut self.child, Instant::now() + RUN_TIMEOUT) else {
-            self.child.kill().ok();
+        let Some(status) = self.child.wait(RUN_TIMEOUT) else {
             bail!("still running after {RUN_TIMEOUT:?}:\n{}", self.stderr());
         };
-        child::unregister(self.child.id());
         Ok(Ended {
             code: status.code(),
             signal: status.signal(),
@@ -320,16 +316,6 @@ fn resident(status: &str) -> Option<u64> {
     let line = status.lines().find(|line| line.starts_with("RssAnon:"))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kib * 1024)
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        if let Ok(None) = self.child.try_wait() {
-            self.child.kill().ok();
-            self.child.wait().ok();
-            child::unregister(self.child.id());
-        }
-    }
 }
 
 /// Waits for an effect of another process.

@@ -4,45 +4,55 @@ use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
-use kit::long::{REPORT, Sums};
+use kit::long::{self, Sums};
+use kit::skip;
 
 use crate::cargo;
 
-/// Runs the tests whose names contain a filter (default: all). `long` adds the ignored ones and writes the sums of
-/// their figures to `target/long/report.json`.
+/// Runs the tests whose names contain a filter (default: all), and lists those that were skipped. `long` adds the
+/// ignored ones and writes the sums of their figures to `target/long/report.json`.
 pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     // Build first: compiling during the tests would use up their timeouts.
     cargo::run(&["build", "--workspace"])?;
-    if !long {
-        return run_tests(false, filters, None);
-    }
+    let skipped = kit::fetch::target_dir().join("skipped-tests.txt");
+    std::fs::write(&skipped, "").with_context(|| format!("empty {}", skipped.display()))?;
+    let exit = if long { run_long(filters, &skipped) } else { run_tests(false, filters, &skipped, None) };
+    let skipped = std::fs::read_to_string(&skipped)?;
+    skipped.lines().for_each(|line| println!("skipped: {line}"));
+    exit
+}
+
+fn run_long(filters: &[String], skipped: &Path) -> Result<ExitCode> {
     let dir = kit::fetch::target_dir().join("long");
     std::fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
     std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
-    let exit = run_tests(true, filters, Some(&figures))?;
+    let exit = run_tests(true, filters, skipped, Some(&figures))?;
     let sums = Sums::collect(&figures, &report)?;
     println!("{}\nwritten to {}", sums.line(), report.display());
     Ok(if sums.lost == 0 { exit } else { ExitCode::FAILURE })
 }
 
-/// Runs the tests with the available runner; long tests append their figures to `figures`.
-fn run_tests(long: bool, filters: &[String], figures: Option<&Path>) -> Result<ExitCode> {
-    let figures = figures.map(std::path::absolute).transpose()?;
-    let figures = || figures.iter().map(|path| (REPORT, path));
+/// Runs the tests with the available runner; skipped tests append their reasons to `skipped`, long
+/// ones their figures to `figures`.
+fn run_tests(long: bool, filters: &[String], skipped: &Path, figures: Option<&Path>) -> Result<ExitCode> {
+    let mut reports = vec![(skip::REPORT, std::path::absolute(skipped)?)];
+    if let Some(figures) = figures {
+        reports.push((long::REPORT, std::path::absolute(figures)?));
+    }
     if cargo::has("nextest") {
         let mut nextest = cargo::command(&["nextest", "run", "--workspace", "--no-fail-fast"]);
         if long {
             nextest.args(["--run-ignored", "all"]);
         }
-        nextest.args(filters).envs(figures());
+        nextest.args(filters).envs(reports);
         return Ok(run_command(&mut nextest)?.0);
     }
     let mut plain = cargo::command(&["test", "--workspace", "--no-fail-fast", "--"]);
     if long {
         plain.arg("--include-ignored");
     }
-    plain.args(filters).envs(figures()).stdout(Stdio::piped());
+    plain.args(filters).envs(reports).stdout(Stdio::piped());
     let (exit, summary) = run_command(&mut plain)?;
     println!("{summary}");
     Ok(exit)

@@ -57,7 +57,7 @@ pub const ALLOWED_FROM_OTHERS: [(&str, AcceptReason); 28] = [
     ("S3_BUCKET", AcceptReason::Address),
     ("GATEWAY_LISTEN", AcceptReason::Address),
     // Only until root has a value of its own: see `copy_platform_url`.
-    (PLATFORM_URL, AcceptReason::Address),
+    ("PLATFORM_INTERNAL_URL", AcceptReason::Address),
     ("SVC_PROOF_KEYS", AcceptReason::Judged),
     ("ADMIN_TOKEN", AcceptReason::Credential),
 ];

@@ -6,15 +6,14 @@
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
-//! use kit::child::{self, AtExit};
-//! let mut server = std::process::Command::new("some-server").spawn()?;
-//! child::kill_on_exit(server.id(), AtExit::Kill);
-//! // … later, after waiting for it:
-//! server.kill()?;
-//! server.wait()?;
-//! child::unregister(server.id());
+//! use kit::child::OwnedChild;
+//! let server = OwnedChild::spawn(&mut std::process::Command::new("some-server"))?;
+//! // … later, or by the end of this process:
+//! drop(server);
 //! # Ok(()) }
 //! ```
+
+mod owned;
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -25,6 +24,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+
+pub use owned::OwnedChild;
 
 /// Signal for a child that is still running when this process ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

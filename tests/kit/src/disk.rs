@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Result;
 use nix::sys::statfs::statfs;
 
-use crate::child;
+use crate::{child, skip};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -19,13 +19,13 @@ pub struct SmallDisk {
 }
 
 impl SmallDisk {
-    /// Returns `None`, and prints why, if nothing can be mounted.
+    /// Returns `None`, and records the test as skipped, if nothing can be mounted.
     ///
     /// # Errors
     /// Fails if the previous content cannot be copied.
     pub fn mount(dir: PathBuf, mib: u64) -> Result<Option<Self>> {
         if !nix::unistd::geteuid().is_root() {
-            println!("SKIPPED: only root can mount a small disk at {}", dir.display());
+            skip::record(format_args!("only root can mount a small disk at {}", dir.display()));
             return Ok(None);
         }
         fs::create_dir_all(&dir)?;
@@ -34,7 +34,7 @@ impl SmallDisk {
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&dir);
         if let Err(error) = child::run(mount, TIMEOUT) {
-            println!("SKIPPED: no small disk can be mounted here: {error:#}");
+            skip::record(format_args!("no small disk can be mounted here: {error:#}"));
             return Ok(None);
         }
         let disk = Self { dir };

@@ -22,6 +22,7 @@
 //! | [`mod@bench`] | benchmarks against comparable software, in rounds |
 //! | [`checkers`] | linters for generated configuration |
 //! | [`long`] | measurements of the long tests, and their totals |
+//! | [`skip`] | tests that cannot run here, by name |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it uses the product's public interfaces, as users do.
@@ -48,6 +49,7 @@ pub mod provider;
 pub mod s3;
 pub mod s3_process;
 pub mod seaweed;
+pub mod skip;
 pub mod story;
 pub mod vm;
 

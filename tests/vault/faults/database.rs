@@ -1,7 +1,7 @@
 //! A PostgreSQL that stops, restarts, is full, or locks a table: the run ends with a clear record, and the next one
 //! succeeds.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
@@ -18,6 +18,18 @@ const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::tex
 
 async fn end(running: Running) -> Result<Ended> {
     tokio::task::spawn_blocking(move || running.end()).await?
+}
+
+/// Waits until a run's transaction holds its snapshot open.
+async fn until_snapshot_is_open(machine: &Machine) -> Result<()> {
+    let client = machine.client().await?;
+    let sql = "SELECT FROM pg_stat_activity WHERE datname = 'svc' AND state = 'idle in transaction'";
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while client.query(sql, &[]).await?.is_empty() {
+        ensure!(Instant::now() < deadline, "no snapshot is open");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
 }
 
 /// Asserts that the last run failed at one of these stages with this message.
@@ -44,6 +56,9 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
         let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", &slow)])?;
         if point == "backup.streaming" {
             until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
+        } else {
+            // Before it, the run may connect only after the restart, and succeed.
+            until_snapshot_is_open(&machine).await?;
         }
         match how {
             "stop" => machine.postgres().stop().await?,
@@ -70,13 +85,9 @@ async fn database_restart_during_a_restore_leaves_a_whole_database() -> Result<(
     for point in points {
         let slow = format!("{point}=sleep(1500)");
         let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
-        let end_of = std::time::Instant::now() + Duration::from_secs(60);
+        let end_of = Instant::now() + Duration::from_secs(60);
         while !new.databases().await?.iter().any(|name| name.starts_with("svc_restore_")) {
-            ensure!(
-                std::time::Instant::now() < end_of,
-                "{point}: no scratch database:\n{}",
-                running.stderr()
-            );
+            ensure!(Instant::now() < end_of, "{point}: no scratch database:\n{}", running.stderr());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         new.postgres().stop().await?;

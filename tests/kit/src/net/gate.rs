@@ -9,6 +9,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
@@ -31,6 +32,8 @@ struct Tasks {
     /// Each task holds a clone; `ended` is disconnected when all tasks have ended.
     alive: mpsc::Sender<()>,
     ended: mpsc::Receiver<()>,
+    /// Each task holds a clone.
+    counter: Arc<()>,
 }
 
 impl ReopenableListener {
@@ -67,6 +70,22 @@ impl ReopenableListener {
     pub(crate) fn cut(&self) {
         let cut = std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
         cut.cancel();
+    }
+
+    /// Waits until no connection is open. A killed client's requests may still be executed for a moment: afterwards,
+    /// they have been.
+    pub(crate) async fn drain(&self, timeout: Duration) -> io::Result<()> {
+        let drained = async {
+            // Connections are accepted in order: when this one has been served, all earlier ones are counted.
+            let mut probe = TcpStream::connect(self.addr).await?;
+            probe.shutdown().await?;
+            probe.read_to_end(&mut Vec::new()).await?;
+            while self.connections.lock().unwrap_or_else(PoisonError::into_inner).count() > 0 {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+            Ok(())
+        };
+        tokio::time::timeout(timeout, drained).await?
     }
 
     /// Listens again on the same port; does nothing if already listening.
@@ -113,11 +132,16 @@ async fn accept(listener: TcpListener, serve: Serve, connections: Arc<Mutex<Task
 
 impl Tasks {
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
-        let (stop, alive) = (self.stop.clone(), self.alive.clone());
+        let (stop, alive, counted) = (self.stop.clone(), self.alive.clone(), Arc::clone(&self.counter));
         runtime::servers().spawn(async move {
             stop.run_until_cancelled_owned(task).await;
-            drop(alive);
+            drop((alive, counted));
         });
+    }
+
+    /// The number of running tasks.
+    fn count(&self) -> usize {
+        Arc::strong_count(&self.counter) - 1
     }
 
     fn cancel(self) {
@@ -130,7 +154,7 @@ impl Tasks {
 impl Default for Tasks {
     fn default() -> Self {
         let (alive, ended) = mpsc::channel();
-        Self { stop: CancellationToken::new(), alive, ended }
+        Self { stop: CancellationToken::new(), alive, ended, counter: Arc::default() }
     }
 }
 

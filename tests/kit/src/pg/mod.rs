@@ -27,6 +27,7 @@
 
 mod admin;
 mod binaries;
+mod cluster;
 pub mod copy;
 mod databases;
 mod server;

@@ -11,14 +11,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::statvfs::statvfs;
+use nix::unistd::{AccessFlags, Pid, access};
 use tempfile::TempDir;
 
-use super::{PgBinaries, binaries};
+use super::PgBinaries;
+use super::cluster::{self, PreparedCluster};
 use crate::child::{self, AtExit};
 use crate::net;
 
-const START_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Options of a server; the default is a temporary server on a free port.
@@ -28,7 +30,7 @@ pub struct PgOptions {
     pub data_dir: Option<PathBuf>,
     /// The loopback port; by default a free one, reserved for the server's lifetime.
     pub port: Option<u16>,
-    /// The superuser's password; by default a random one.
+    /// The superuser's password; by default that of the prepared cluster, or a random one with [`Durability::FsyncOn`].
     pub password: Option<String>,
     pub durability: Durability,
     /// Additional `postgresql.conf` settings, which override the kit's.
@@ -60,20 +62,23 @@ pub struct PgServer {
 
 impl PgServer {
     /// Creates a new cluster and starts it. A given `data_dir` must be missing or empty.
+    ///
+    /// A server for tests starts from a copy of a prepared cluster, unless its password is given.
     pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         let any_port = options.port.is_none();
+        let is_copy = options.password.is_none() && options.durability == Durability::FsyncOff;
         let mut server = Self::prepare(binaries, options)?;
-        let (initdb, data_dir, password) =
-            (server.initdb(), server.data_dir.clone(), server.password.clone());
-        tokio::task::spawn_blocking(move || -> Result<()> {
-            binaries::check_user_namespace()?;
-            let password_file = tempfile::NamedTempFile::new()?;
-            fs::write(&password_file, password)?;
+        let (binaries, data_dir, password) =
+            (binaries.clone(), server.data_dir.clone(), server.password.clone());
+        server.password = tokio::task::spawn_blocking(move || -> Result<String> {
+            if is_copy {
+                let cluster = PreparedCluster::of(&binaries)?;
+                cluster.copy_to(&data_dir)?;
+                return Ok(cluster.password);
+            }
             fs::create_dir_all(&data_dir)?;
-            let mut initdb = initdb;
-            initdb.arg("--pwfile").arg(password_file.path());
-            child::run(initdb, START_TIMEOUT).context("create a PostgreSQL cluster")?;
-            Ok(())
+            cluster::initdb(&binaries, &data_dir, &password, &[])?;
+            Ok(password)
         })
         .await??;
         loop {
@@ -108,13 +113,14 @@ impl PgServer {
     }
 
     fn prepare(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
-        // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
-        let temp_dir = tempfile::Builder::new().prefix("kit-pg-").tempdir_in("/tmp")?;
+        let temp_dir = tempfile::Builder::new().prefix("kit-pg-").tempdir_in(temp_parent())?;
         child::remove_on_exit(temp_dir.path());
         let mut settings = vec![
             ("shared_buffers".to_owned(), "32MB".to_owned()),
             ("max_connections".to_owned(), "200".to_owned()),
             ("jit".to_owned(), "off".to_owned()),
+            // The prepared cluster sets another value, for the superuser's password only.
+            ("scram_iterations".to_owned(), "4096".to_owned()),
         ];
         if options.durability == Durability::FsyncOff {
             // `synchronous_commit` stays on: otherwise a killed server would lose acknowledged commits.
@@ -130,13 +136,6 @@ impl PgServer {
             process: Mutex::new(None),
             temp_dir,
         })
-    }
-
-    fn initdb(&self) -> std::process::Command {
-        let mut initdb = self.binaries.server("initdb");
-        initdb.args(["--username=postgres", "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C"]);
-        initdb.args(["--no-sync", "--no-instructions"]).arg("--pgdata").arg(&self.data_dir);
-        initdb
     }
 
     /// Starts a stopped or killed server on the same data and port, and waits until it accepts connections.
@@ -287,6 +286,17 @@ impl Drop for PgServer {
             self.release_shared_memory();
         }
     }
+}
+
+/// The parent of temporary data: memory if it has room, because a new database consists of hundreds of small files, whose
+/// creation on a disk would cost a third of the tests' computing time. A short path, because that of a unix socket is
+/// limited to 107 bytes.
+fn temp_parent() -> &'static str {
+    const IN_MEMORY: &str = "/dev/shm";
+    const MIN_FREE: u64 = 2 << 30;
+    let free = statvfs(IN_MEMORY).map(|stats| stats.blocks_available() * stats.fragment_size());
+    let is_writable = access(IN_MEMORY, AccessFlags::W_OK).is_ok();
+    if is_writable && free.is_ok_and(|free| free >= MIN_FREE) { IN_MEMORY } else { "/tmp" }
 }
 
 fn children_of(pid: Pid) -> Vec<Pid> {

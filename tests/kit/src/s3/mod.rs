@@ -41,7 +41,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use bytes::Bytes;
 use s3s::service::S3ServiceBuilder;
 use tempfile::TempDir;
@@ -55,6 +55,7 @@ use session::Sessions;
 use store::{Object, Store};
 use wire::HttpLayer;
 
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 const ACCESS_KEY: &str = "KITACCESSKEY";
 const ROLE_ARN: &str = "arn:aws:iam::000000000000:role/svc-host";
 
@@ -240,6 +241,12 @@ impl S3Server {
     /// Serves again on the same port, with the same objects.
     pub fn up(&self) -> Result<()> {
         Ok(self.listener.reopen()?)
+    }
+
+    /// Waits until every client has closed its connections and every request has been executed. What a killed client
+    /// has sent may otherwise still change the objects.
+    pub async fn drain(&self) -> Result<()> {
+        self.listener.drain(DRAIN_TIMEOUT).await.context("wait for the store's clients")
     }
 
     /// All requests that were answered or cut so far, in order of completion; at most 100,000.

@@ -1,0 +1,158 @@
+//! Copies of a prepared cluster: `initdb` costs half a second of computing, and the tests start hundreds of servers.
+//!
+//! A copy gets a system identifier of its own, because backups and restores tell databases apart by it. It is recorded
+//! in `pg_control`, which ends with a checksum, and in the first page of each WAL segment.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{DirBuilderExt, FileExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use sha2::{Digest, Sha256};
+
+use super::binaries::{PgBinaries, check_user_namespace};
+use super::server::START_TIMEOUT;
+use crate::{child, fetch};
+
+const CONTROL_FILE: &str = "global/pg_control";
+const WAL_DIR: &str = "pg_wal";
+const PASSWORD_FILE: &str = "password";
+/// In a page that begins a WAL segment, after the header of every page.
+const WAL_IDENTIFIER_OFFSET: u64 = 24;
+
+/// Creates a cluster in the existing, empty directory `data`.
+pub(super) fn initdb(binaries: &PgBinaries, data: &Path, password: &str, more: &[&str]) -> Result<()> {
+    check_user_namespace()?;
+    let password_file = tempfile::NamedTempFile::new()?;
+    fs::write(&password_file, password)?;
+    let mut initdb: Command = binaries.server("initdb");
+    initdb.args(INITDB_OPTIONS).args(more).arg("--pgdata").arg(data);
+    initdb.arg("--pwfile").arg(password_file.path());
+    child::run(initdb, START_TIMEOUT).context("create a PostgreSQL cluster")?;
+    Ok(())
+}
+
+const INITDB_OPTIONS: [&str; 6] = [
+    "--username=postgres",
+    "--auth=scram-sha-256",
+    "--encoding=UTF8",
+    "--locale=C",
+    "--no-sync",
+    "--no-instructions",
+];
+/// The superuser's password is verified with one iteration: the tests open thousands of connections.
+const PREPARED_OPTIONS: [&str; 1] = ["--set=scram_iterations=1"];
+
+/// A cluster below `target/tools` that servers start from copies of.
+pub(super) struct PreparedCluster {
+    dir: PathBuf,
+    pub password: String,
+}
+
+impl PreparedCluster {
+    /// The prepared cluster of these programs, created on first use.
+    pub fn of(binaries: &PgBinaries) -> Result<Self> {
+        let inputs = format!("{:?} {INITDB_OPTIONS:?} {PREPARED_OPTIONS:?}", binaries.dir());
+        let name = format!("pg-cluster-{}", &hex::encode(Sha256::digest(inputs))[..12]);
+        let dir = fetch::once(&fetch::target_dir(), &name, |dir| {
+            let password = uuid::Uuid::new_v4().simple().to_string();
+            let data = dir.join("data");
+            fs::create_dir(&data)?;
+            initdb(binaries, &data, &password, &PREPARED_OPTIONS)?;
+            Ok(fs::write(dir.join(PASSWORD_FILE), password)?)
+        })?;
+        let password = fs::read_to_string(dir.join(PASSWORD_FILE))?;
+        Ok(Self { dir, password })
+    }
+
+    /// Copies the cluster into the missing or empty directory `data`.
+    pub fn copy_to(&self, data: &Path) -> Result<()> {
+        fs::create_dir_all(data.parent().unwrap_or(data))?;
+        copy_dir(&self.dir.join("data"), data)?;
+        set_system_identifier(data, uuid::Uuid::new_v4().as_u64_pair().0 >> 1)
+            .with_context(|| format!("give {} a system identifier", data.display()))
+    }
+}
+
+fn copy_dir(from: &Path, to: &Path) -> Result<()> {
+    // PostgreSQL refuses data that others can access.
+    match fs::DirBuilder::new().mode(0o700).create(to) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error.into()),
+        _ => fs::set_permissions(to, std::os::unix::fs::PermissionsExt::from_mode(0o700))?,
+    }
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy_dir(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), &target).with_context(|| format!("copy to {}", target.display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn set_system_identifier(data: &Path, identifier: u64) -> Result<()> {
+    let path = data.join(CONTROL_FILE);
+    let mut control = fs::read(&path)?;
+    let checksum_at = checksum_position(&control).context("pg_control has no checksum")?;
+    control[..8].copy_from_slice(&identifier.to_ne_bytes());
+    let checksum = crc32c(&control[..checksum_at]);
+    control[checksum_at..checksum_at + 4].copy_from_slice(&checksum.to_ne_bytes());
+    fs::write(&path, control)?;
+    for segment in fs::read_dir(data.join(WAL_DIR))? {
+        let segment = segment?;
+        if segment.file_type()?.is_file() {
+            let file = File::options().write(true).open(segment.path())?;
+            file.write_all_at(&identifier.to_ne_bytes(), WAL_IDENTIFIER_OFFSET)?;
+        }
+    }
+    Ok(())
+}
+
+/// The position of the checksum, which covers everything before it and is followed by zeros only.
+fn checksum_position(control: &[u8]) -> Option<usize> {
+    let length = control.iter().rposition(|byte| *byte != 0)? + 1;
+    let candidates = (length.saturating_sub(4)..=length).filter(|at| at % 4 == 0 && at + 4 <= control.len());
+    candidates.into_iter().find(|at| crc32c(&control[..*at]).to_ne_bytes() == control[*at..*at + 4])
+}
+
+/// CRC-32C, as PostgreSQL computes it.
+fn crc32c(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 & 0_u32.wrapping_sub(crc & 1)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{PgOptions, PgServer};
+    use super::*;
+
+    #[test]
+    fn crc32c_has_the_standard_check_value() {
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+    }
+
+    #[tokio::test]
+    async fn copied_clusters_have_identifiers_of_their_own() -> Result<()> {
+        let binaries = PgBinaries::locate_or_fetch(&fetch::target_dir())?;
+        let identifier = async |server: &PgServer| -> Result<String> {
+            let client = server.connect("postgres").await?;
+            let sql = "SELECT system_identifier::text FROM pg_control_system()";
+            Ok(client.query_one(sql, &[]).await?.get(0))
+        };
+        let one = PgServer::start(&binaries, PgOptions::default()).await?;
+        let other = PgServer::start(&binaries, PgOptions::default()).await?;
+        let (first, second) = (identifier(&one).await?, identifier(&other).await?);
+        assert_ne!(first, second);
+        // Recovery reads the patched WAL.
+        one.create_database("svc").await?;
+        one.kill9().await?;
+        one.restart().await?;
+        assert_eq!(identifier(&one).await?, first);
+        one.connect("svc").await?;
+        Ok(())
+    }
+}
