@@ -117,7 +117,7 @@ pub fn read_cursor(
     with_order(order, |order| {
         let cursor = Cursor::decode(text, order, filter)?;
         let mut sql = Sql::default();
-        order.write_after(&cursor, &mut sql);
+        order.write_after(&cursor.keys, &mut sql);
         Ok((cursor.keys, Statement::of(&sql)))
     })
 }

@@ -5,6 +5,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use jiff::civil::Date;
+
 use super::*;
 
 const WAIT: Duration = Duration::from_secs(20);
