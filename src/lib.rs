@@ -5,7 +5,7 @@
 
 pub use svc_base::{
     accounts, applet, beneath, chain, clock, config, diagnosis, failpoint, fsx, log_line, manual, metrics,
-    partial, quantity, telemetry, untrusted_text,
+    partial, quantity, telemetry, untrusted_text, variable, vars,
 };
 pub use svc_ctl as ctl;
 pub use svc_host as host;

@@ -17,6 +17,7 @@ mod progress;
 mod refusal;
 mod rollout;
 mod show;
+pub mod vars;
 mod wait;
 
 use std::ffi::OsString;

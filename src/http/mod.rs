@@ -20,3 +20,4 @@ pub mod server;
 pub mod shards;
 pub mod tls;
 pub mod usage;
+pub mod vars;

@@ -32,6 +32,7 @@ pub mod server_checks;
 pub mod token_rotation;
 pub mod tokens;
 pub mod userdata;
+pub mod vars;
 
 use std::ffi::OsString;
 use std::path::PathBuf;

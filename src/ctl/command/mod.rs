@@ -29,6 +29,7 @@ use super::local::LocalChecks;
 use super::out::{Out, print};
 use super::show::{self, View};
 use super::{bundle, doctor, rollout};
+use crate::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_store::bucket::Bucket;
@@ -132,17 +133,17 @@ pub(super) fn connect(global: &Global) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
         Some(url) => Some(url.clone()),
-        None => env.required::<Url>("PLATFORM_PUBLIC_URL"),
+        None => env.required::<Url>(&vars::PLATFORM_PUBLIC_URL),
     };
     if base.as_ref().is_some_and(|base| !is_private(base)) {
         env.mistake(
-            "PLATFORM_PUBLIC_URL",
+            &vars::PLATFORM_PUBLIC_URL,
             "must be https (plain http only to this machine): it carries the secret",
         );
     }
     let secret = match &global.secret_file {
         Some(file) => secret_from(&mut env, "--secret-file", file),
-        None => env.required_secret("PLATFORM_SECRET"),
+        None => env.required_secret(&vars::PLATFORM_SECRET),
     };
     let (base, secret) = env.finish(base.zip(secret))?;
     Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
@@ -152,11 +153,11 @@ pub(super) fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<Secr
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
         Ok(_) => {
-            env.mistake(flag, "the file is empty");
+            env.option_mistake(flag, "the file is empty");
             None
         }
         Err(error) => {
-            env.mistake(flag, format!("{}: {error}", file.display()));
+            env.option_mistake(flag, format!("{}: {error}", file.display()));
             None
         }
     }
