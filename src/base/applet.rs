@@ -38,6 +38,8 @@ pub fn version() -> &'static str {
 pub struct Applet {
     pub name: &'static str,
     pub about: &'static str,
+    /// Its command line.
+    pub command: fn() -> clap::Command,
     pub run: fn(Vec<OsString>) -> ExitCode,
 }
 
@@ -230,7 +232,8 @@ mod tests {
         ExitCode::SUCCESS
     }
 
-    static TABLE: &[Applet] = &[Applet { name: "svc-a", about: "a", run: run_nothing }];
+    static TABLE: &[Applet] =
+        &[Applet { name: "svc-a", about: "a", command: || clap::Command::new("svc-a"), run: run_nothing }];
 
     fn call(words: &[&str]) -> ExitCode {
         dispatch(build(), TABLE, words.iter().map(OsString::from).collect())

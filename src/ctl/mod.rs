@@ -29,6 +29,11 @@ use svc_base::applet;
 use svc_base::telemetry;
 use svc_http::request_id;
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     let args: Args = match applet::parse(args) {
         Ok(args) => args,

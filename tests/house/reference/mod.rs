@@ -3,6 +3,8 @@
 //! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is written
 //! by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
 
+mod api;
+mod commands;
 mod declared;
 mod variables;
 
@@ -32,6 +34,8 @@ impl Part {
 fn parts() -> Vec<Part> {
     let mut parts = variables::parts();
     parts.extend([declared::errors(), declared::exit_codes(), declared::metrics()]);
+    parts.extend(api::parts());
+    parts.extend(commands::parts());
     parts
 }
 

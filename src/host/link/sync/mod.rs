@@ -110,6 +110,11 @@ fn read_seconds(env: &mut Env, variable: &Variable) -> Duration {
     Duration::from_secs(seconds.max(1))
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;

@@ -264,6 +264,11 @@ fn verify_within_days(env: &mut Env) -> u32 {
     days
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args: Args = match applet::parse(args) {
         Ok(args) => args,

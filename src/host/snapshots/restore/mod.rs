@@ -130,6 +130,11 @@ impl RestoreSettings {
     }
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {
         Ok(args) => args,
