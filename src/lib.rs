@@ -3,9 +3,11 @@
 //! `ARCHITECTURE.md` has the map. Each folder beside this file is a package of its own, so that the compiler holds who may
 //! import whom; their names are gathered here for the program, the tests and the benches.
 
+pub mod applets;
+
 pub use svc_base::{
     accounts, applet, beneath, chain, clock, config, diagnosis, failpoint, fsx, log_line, manual, metrics,
-    partial, quantity, telemetry, untrusted_text,
+    partial, quantity, telemetry, untrusted_text, variable, vars,
 };
 pub use svc_ctl as ctl;
 pub use svc_host as host;

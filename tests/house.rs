@@ -6,6 +6,8 @@
 mod documented;
 #[path = "house/edges.rs"]
 mod edges;
+#[path = "house/files.rs"]
+mod files;
 #[path = "house/links.rs"]
 mod links;
 #[path = "house/rules.rs"]
@@ -13,63 +15,7 @@ mod rules;
 #[path = "house/source.rs"]
 mod source;
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
-/// A file of the project: its path from the root, with `/`, and its text.
-pub struct File {
-    pub path: String,
-    pub text: String,
-}
-
-impl File {
-    #[cfg(test)]
-    fn sample(path: &str, text: &str) -> Self {
-        Self { path: path.to_owned(), text: text.to_owned() }
-    }
-}
-
-/// The position of a violation: `src/store/key.rs:12: why`.
-pub fn at(path: &str, line: usize, why: impl std::fmt::Display) -> String {
-    format!("{path}:{line}: {why}")
-}
-
-/// Generated or downloaded folders.
-const SKIPPED: [&str; 4] = [".git", "target", "node_modules", "dist"];
-const TEXTS: [&str; 19] = [
-    "rs", "toml", "md", "sql", "sh", "py", "js", "mjs", "ts", "json", "html", "css", "yaml", "yml",
-    "service", "timer", "path", "conf", "txt",
-];
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("below the root").to_owned()
-}
-
-fn files() -> Vec<File> {
-    let mut found = Vec::new();
-    walk(&root(), "", &mut found);
-    assert!(found.iter().any(|file| file.path == "src/main.rs"), "no source files found");
-    found
-}
-
-fn walk(folder: &Path, prefix: &str, found: &mut Vec<File>) {
-    for entry in fs::read_dir(folder).expect("read a project folder") {
-        let entry = entry.expect("read a folder entry");
-        let name = entry.file_name().into_string().expect("names are UTF-8");
-        let path = format!("{prefix}{name}");
-        let kind = entry.file_type().expect("read the file type");
-        if kind.is_dir() && !SKIPPED.contains(&name.as_str()) {
-            walk(&entry.path(), &format!("{path}/"), found);
-        } else if kind.is_file() && is_text(&path) {
-            let text = fs::read_to_string(entry.path()).unwrap_or_else(|error| panic!("{path}: {error}"));
-            found.push(File { path, text });
-        }
-    }
-}
-
-fn is_text(path: &str) -> bool {
-    path == ".ci/run" || Path::new(path).extension().is_some_and(|end| TEXTS.iter().any(|text| end == *text))
-}
+use files::{File, at, files, root};
 
 fn assert_none(broken: &[String]) {
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
@@ -116,16 +62,6 @@ fn tools_do_not_depend_on_the_product() {
 }
 
 #[test]
-fn every_variable_is_in_the_reference() {
-    assert_none(&documented::undocumented(&files()));
-}
-
-#[test]
-fn every_host_setting_is_judged_for_root() {
-    assert_none(&documented::unlisted_for_root(&files()));
-}
-
-#[test]
 fn every_dependency_has_its_reason() {
     assert_none(&documented::unexplained_dependencies(&files()));
 }
@@ -138,11 +74,6 @@ fn every_link_between_pages_resolves() {
 #[test]
 fn every_path_that_a_page_names_exists() {
     assert_none(&links::unknown_paths(&files(), |path| root().join(path).exists()));
-}
-
-#[test]
-fn every_metric_is_in_the_reference() {
-    assert_none(&documented::undocumented_metrics(&files()));
 }
 
 #[test]

@@ -38,38 +38,51 @@ pub fn version() -> &'static str {
 pub struct Applet {
     pub name: &'static str,
     pub about: &'static str,
+    /// Its command line.
+    pub command: fn() -> clap::Command,
     pub run: fn(Vec<OsString>) -> ExitCode,
 }
 
-/// Exit codes, after sysexits(3).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Exit {
-    Usage = 64,
-    /// The request was understood but refused; the input or the state must change first.
+/// Declares the exit codes with their meaning, so that no list can omit one.
+macro_rules! exit_codes {
+    ($($name:ident = $code:literal, $meaning:literal;)+) => {
+        /// Exit codes, after sysexits(3).
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[repr(u8)]
+        pub enum Exit {
+            $(#[doc = $meaning] $name = $code),+
+        }
+
+        impl Exit {
+            pub const ALL: &[Self] = &[$(Self::$name),+];
+
+            /// For `docs/reference/exit-codes.md`.
+            pub fn meaning(self) -> &'static str {
+                match self { $(Self::$name => $meaning),+ }
+            }
+        }
+    };
+}
+
+exit_codes! {
+    Usage = 64, "The command line is invalid.";
     Refused = 65,
+        "`svcctl`: the platform refused the request, or a bundle is not usable. The input or the state must \
+         change first.";
     Unavailable = 69,
-    Internal = 70,
+        "A required service is unreachable, or an operation that the command waited for failed.";
+    Internal = 70, "A bug in svc.";
     TryAgain = 75,
-    Permission = 77,
-    Config = 78,
+        "Try again later. Or an operation that the command waited for needs an operator's decision.";
+    Permission = 77, "Permission denied. On a host also: this machine has been replaced.";
+    Config = 78, "The configuration is invalid. All mistakes are reported at once.";
 }
 
 impl Exit {
-    const ALL: [Self; 7] = [
-        Self::Usage,
-        Self::Refused,
-        Self::Unavailable,
-        Self::Internal,
-        Self::TryAgain,
-        Self::Permission,
-        Self::Config,
-    ];
-
     /// The exit code of a child process of ours.
     pub fn of_child(status: ExitStatus) -> Self {
         let code = status.code().unwrap_or_default();
-        Self::ALL.into_iter().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)
+        Self::ALL.iter().copied().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)
     }
 }
 
@@ -219,7 +232,8 @@ mod tests {
         ExitCode::SUCCESS
     }
 
-    static TABLE: &[Applet] = &[Applet { name: "svc-a", about: "a", run: run_nothing }];
+    static TABLE: &[Applet] =
+        &[Applet { name: "svc-a", about: "a", command: || clap::Command::new("svc-a"), run: run_nothing }];
 
     fn call(words: &[&str]) -> ExitCode {
         dispatch(build(), TABLE, words.iter().map(OsString::from).collect())

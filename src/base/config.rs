@@ -1,6 +1,6 @@
 //! Configuration from environment variables and env files. All errors are collected and reported together.
 //!
-//! A reader takes its values from an [`Env`], then calls [`Env::finish`]. An invalid value is `None` until then, so
+//! A reader takes the values of declared [`Variable`]s from an [`Env`], then calls [`Env::finish`]. An invalid value is `None` until then, so
 //! one run reports every error. Values never appear in an error, because they may be secrets.
 
 use std::collections::BTreeMap;
@@ -11,6 +11,10 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use secrecy::SecretString;
+use url::Url;
+
+use crate::variable::Variable;
+use crate::vars;
 
 /// Maximum size of an env file; user-data as a whole is smaller.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -24,8 +28,7 @@ pub struct ConfigError {
 
 /// The platform's settings file: the given one, or the one named by `PLATFORM_ENV_FILE`.
 pub fn platform_env_file(given: Option<PathBuf>) -> Option<PathBuf> {
-    let named = || std::env::var_os("PLATFORM_ENV_FILE").filter(|path| !path.is_empty());
-    given.or_else(|| named().map(PathBuf::from))
+    given.or_else(|| vars::PLATFORM_ENV_FILE.from_process().map(PathBuf::from))
 }
 
 /// Variables of the process environment and of env files, with the errors found so far.
@@ -78,61 +81,72 @@ impl Env {
     }
 
     /// Records that a variable's value is invalid.
-    pub fn mistake(&mut self, name: &str, why: impl Display) {
-        self.mistakes.push(format!("{name}: {why}"));
+    pub fn mistake(&mut self, variable: &Variable, why: impl Display) {
+        self.mistakes.push(format!("{}: {why}", variable.name));
     }
 
-    pub fn is_set(&self, name: &str) -> bool {
-        self.vars.contains_key(name)
+    /// Records that the value of a command-line option is invalid.
+    pub fn option_mistake(&mut self, option: &str, why: impl Display) {
+        self.mistakes.push(format!("{option}: {why}"));
+    }
+
+    pub fn is_set(&self, variable: &Variable) -> bool {
+        self.vars.contains_key(variable.name)
     }
 
     /// The raw text of a variable, if set.
-    pub fn text(&self, name: &str) -> Option<String> {
-        self.vars.get(name).cloned()
+    pub fn text(&self, variable: &Variable) -> Option<String> {
+        self.vars.get(variable.name).cloned()
     }
 
-    pub fn optional<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
-        let parsed = self.vars.get(name)?.parse();
-        parsed.map_err(|why| self.mistake(name, why)).ok()
+    pub fn optional<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
+        let parsed = self.vars.get(variable.name)?.parse();
+        parsed.map_err(|why| self.mistake(variable, why)).ok()
     }
 
-    pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
-        if !self.is_set(name) {
-            self.mistake(name, "is required and not set");
+    pub fn required<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
+        self.require(variable);
+        self.optional(variable)
+    }
+
+    /// The value, or the declared default.
+    pub fn or_default<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> T {
+        self.optional(variable).unwrap_or_else(|| variable.default_value())
+    }
+
+    /// The URL, which must be `http` or `https`.
+    pub fn web_url(&mut self, variable: &Variable) -> Option<Url> {
+        let url: Url = self.optional(variable)?;
+        if !matches!(url.scheme(), "http" | "https") {
+            self.mistake(variable, "must be an http or https URL");
+            return None;
         }
-        self.optional(name)
+        Some(url)
     }
 
-    pub fn or<T: FromStr<Err: Display>>(&mut self, name: &str, default: T) -> T {
-        self.optional(name).unwrap_or(default)
+    pub fn secret(&mut self, variable: &Variable) -> Option<SecretString> {
+        self.text(variable).map(SecretString::from)
     }
 
-    pub fn secret(&mut self, name: &str) -> Option<SecretString> {
-        self.vars.get(name).map(|value| SecretString::from(value.clone()))
+    pub fn required_secret(&mut self, variable: &Variable) -> Option<SecretString> {
+        self.require(variable);
+        self.secret(variable)
     }
 
-    pub fn required_secret(&mut self, name: &str) -> Option<SecretString> {
-        if !self.is_set(name) {
-            self.mistake(name, "is required and not set");
+    /// The value, or the declared default.
+    pub fn flag(&mut self, variable: &Variable) -> Flag {
+        self.or_default(variable)
+    }
+
+    pub fn path(&mut self, variable: &Variable) -> Option<PathBuf> {
+        self.vars.get(variable.name).map(PathBuf::from)
+    }
+
+    /// Records a mistake if a variable is not set.
+    pub fn require(&mut self, variable: &Variable) {
+        if !self.is_set(variable) {
+            self.mistake(variable, "is required and not set");
         }
-        self.secret(name)
-    }
-
-    /// `true`/`false` (also `1`/`0`, `on`/`off`).
-    pub fn flag(&mut self, name: &str, default: Flag) -> Flag {
-        match self.vars.get(name).map(String::as_str) {
-            None => default,
-            Some("true" | "1" | "on") => Flag::On,
-            Some("false" | "0" | "off") => Flag::Off,
-            Some(_) => {
-                self.mistake(name, "must be true or false");
-                default
-            }
-        }
-    }
-
-    pub fn path(&mut self, name: &str) -> Option<PathBuf> {
-        self.vars.get(name).map(PathBuf::from)
     }
 
     /// Returns the built value, or all errors. `build` may be `None` only after an error was recorded.
@@ -158,6 +172,19 @@ fn read_bounded(path: &Path) -> io::Result<String> {
 pub enum Flag {
     On,
     Off,
+}
+
+/// `true`/`false` (also `1`/`0`, `on`/`off`).
+impl FromStr for Flag {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "true" | "1" | "on" => Ok(Self::On),
+            "false" | "0" | "off" => Ok(Self::Off),
+            _ => Err("must be true or false"),
+        }
+    }
 }
 
 impl Flag {
@@ -270,14 +297,23 @@ pub fn with_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::variable::Preset;
     use proptest::prelude::*;
+
+    const fn variable(name: &'static str, default: Preset) -> Variable {
+        Variable { name, form: "text", default, meaning: "", source: None, readers: None }
+    }
+
+    const PORT: Variable = variable("PORT", Preset::Required);
+    const ABSENT: Variable = variable("ABSENT", Preset::Required);
+    const FLAG: Variable = variable("FLAG", Preset::Value("false"));
 
     #[test]
     fn finish_reports_all_mistakes_without_values() {
         let mut env = Env::from_pairs([("PORT", "hunter2"), ("FLAG", "perhaps")]);
-        let port = env.required::<u16>("PORT");
-        let absent = env.required::<u16>("ABSENT");
-        env.flag("FLAG", Flag::Off);
+        let port = env.required::<u16>(&PORT);
+        let absent = env.required::<u16>(&ABSENT);
+        assert_eq!(env.flag(&FLAG), Flag::Off);
         let error = env.finish(port.zip(absent)).unwrap_err().to_string();
         for name in ["PORT", "ABSENT", "FLAG"] {
             assert!(error.contains(name), "{error}");
@@ -291,9 +327,9 @@ mod tests {
         let file = dir.path().join("host.env");
         std::fs::write(&file, "A=file\nB=\"two words\"\n# C=no\n").unwrap();
         let env = Env::from_pairs([("A", "process")]).with_file(&file);
-        assert_eq!(env.text("A").as_deref(), Some("process"));
-        assert_eq!(env.text("B").as_deref(), Some("two words"));
-        assert!(!env.is_set("C"));
+        assert_eq!(env.text(&variable("A", Preset::Unset)).as_deref(), Some("process"));
+        assert_eq!(env.text(&variable("B", Preset::Unset)).as_deref(), Some("two words"));
+        assert!(!env.is_set(&variable("C", Preset::Unset)));
     }
 
     #[test]

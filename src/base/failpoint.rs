@@ -5,7 +5,7 @@
 
 /// The variable's name, for processes that pass on part of their environment.
 #[cfg(feature = "failpoints")]
-pub const VARIABLE: Option<&str> = Some("FAILPOINTS");
+pub const VARIABLE: Option<&str> = Some(crate::vars::FAILPOINTS.name);
 #[cfg(not(feature = "failpoints"))]
 pub const VARIABLE: Option<&str> = None;
 

@@ -16,3 +16,5 @@ pub mod partial;
 pub mod quantity;
 pub mod telemetry;
 pub mod untrusted_text;
+pub mod variable;
+pub mod vars;

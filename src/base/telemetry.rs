@@ -14,6 +14,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
 use crate::log_line::{LogFormat, TimeFormat};
+use crate::vars::{NO_COLOR, RUST_LOG};
 use svc_machine::id::MachineId;
 
 /// Starts logging for one applet. `RUST_LOG` filters; the default is `info`.
@@ -27,7 +28,7 @@ pub fn init_on(applet: &'static str, machine: Option<MachineId>) {
 }
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = EnvFilter::try_from_env(RUST_LOG.name).unwrap_or_else(|_| RUST_LOG.default_value());
     let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_logged));
     let journal = under_journal().then(|| journal(applet, machine)).and_then(Result::ok);
     let started = match journal {
@@ -66,7 +67,7 @@ where
     let time_format = if terminal { TimeFormat::Short } else { TimeFormat::Full };
     fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty()))
+        .with_ansi(terminal && NO_COLOR.from_process().is_none())
         .event_format(LogFormat { applet, time_format })
 }
 

@@ -24,6 +24,7 @@ use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
 use self::companions::{BundleContext, Companions};
+use crate::vars;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
 use svc_base::quantity::size;
@@ -250,7 +251,7 @@ async fn publish_for(
 
 /// The keys that hosts trust, if they are configured.
 fn trusted() -> Option<TrustedKeys> {
-    Env::from_process().text("BUNDLE_PUBLIC_KEYS")?.parse().ok()
+    Env::from_process().text(&vars::BUNDLE_PUBLIC_KEYS)?.parse().ok()
 }
 
 async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {

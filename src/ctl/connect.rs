@@ -8,6 +8,7 @@ use url::Url;
 
 use super::api::ApiClient;
 use super::args::Global;
+use super::vars;
 use svc_base::applet::Failure;
 use svc_base::config::Env;
 use svc_store::Bucket;
@@ -31,17 +32,17 @@ pub fn connect(global: &Global) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
         Some(url) => Some(url.clone()),
-        None => env.required::<Url>("PLATFORM_PUBLIC_URL"),
+        None => env.required::<Url>(&vars::PLATFORM_PUBLIC_URL),
     };
     if base.as_ref().is_some_and(|base| !is_private(base)) {
         env.mistake(
-            "PLATFORM_PUBLIC_URL",
+            &vars::PLATFORM_PUBLIC_URL,
             "must be https (plain http only to this machine): it carries the secret",
         );
     }
     let secret = match &global.secret_file {
         Some(file) => secret_from(&mut env, "--secret-file", file),
-        None => env.required_secret("PLATFORM_SECRET"),
+        None => env.required_secret(&vars::PLATFORM_SECRET),
     };
     let (base, secret) = env.finish(base.zip(secret))?;
     Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
@@ -52,11 +53,11 @@ pub fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<SecretStrin
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
         Ok(_) => {
-            env.mistake(flag, "the file is empty");
+            env.option_mistake(flag, "the file is empty");
             None
         }
         Err(error) => {
-            env.mistake(flag, format!("{}: {error}", file.display()));
+            env.option_mistake(flag, format!("{}: {error}", file.display()));
             None
         }
     }

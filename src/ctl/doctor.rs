@@ -13,6 +13,7 @@ use super::out::Out;
 use super::report;
 use super::show;
 use super::show::operator::WhoAmI;
+use super::vars;
 use svc_base::applet::Failure;
 use svc_base::config::platform_env_file;
 use svc_base::diagnosis::{self, Check, Findings, Level, Report};
@@ -27,7 +28,7 @@ pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Out) -
     let packaged = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
     let env_file = platform_env_file(args.env_file).or_else(packaged);
     let subject = args.subject.unwrap_or_else(|| {
-        let configured = env_file.is_some() || std::env::var_os("PLATFORM_DATABASE_URL").is_some();
+        let configured = env_file.is_some() || vars::PLATFORM_DATABASE_URL.from_process().is_some();
         match configured {
             _ if (local.is_host)() => Subject::Host,
             true => Subject::Platform,

@@ -19,6 +19,7 @@ mod refusal;
 mod report;
 mod rollout;
 mod show;
+pub mod vars;
 mod wait;
 
 use std::ffi::OsString;
@@ -29,6 +30,11 @@ use local::LocalChecks;
 use svc_base::applet;
 use svc_base::telemetry;
 use svc_http::request_id;
+
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
 
 pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     let args: Args = match applet::parse(args) {

@@ -21,3 +21,4 @@ pub mod server;
 pub mod shards;
 pub mod tls;
 pub mod usage;
+pub mod vars;

@@ -5,6 +5,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::vars;
 use anyhow::Context;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -67,7 +68,7 @@ fn provider() -> Arc<CryptoProvider> {
 /// If that file cannot be read.
 pub fn roots() -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
-    if let Some(path) = std::env::var_os("SSL_CERT_FILE").filter(|path| !path.is_empty()) {
+    if let Some(path) = vars::SSL_CERT_FILE.from_process() {
         let certs = CertificateDer::pem_file_iter(&path)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
             .with_context(|| format!("read the root certificates in SSL_CERT_FILE, {}", path.display()))?;

@@ -20,7 +20,9 @@ use super::host_store::HostCredentials;
 use super::platform_key::PlatformKeys;
 use super::rates::RateConfig;
 use super::token_rotation::TokenTiming;
+use crate::vars;
 use svc_base::config::{ConfigError, Env, Flag};
+use svc_base::variable::Variable;
 use svc_machine::name::{ImageVersion, Location, ServerType};
 use svc_store::config::StoreConfig;
 
@@ -172,12 +174,13 @@ impl PlatformConfig {
 
     /// Only the listener of the API.
     pub fn api(env: &mut Env) -> Listen {
-        listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)))
+        listen(env, &vars::PLATFORM_LISTEN, &vars::PLATFORM_TLS_CERT_FILE, &vars::PLATFORM_TLS_KEY_FILE)
     }
 
     fn build(env: &mut Env) -> Option<Self> {
         let api = Self::api(env);
-        let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
+        let router =
+            listen(env, &vars::ROUTER_LISTEN, &vars::ROUTER_TLS_CERT_FILE, &vars::ROUTER_TLS_KEY_FILE);
         let routing = RouterConfig::read(env);
         let database = database(env);
         let keys = keys::read(env);
@@ -190,38 +193,38 @@ impl PlatformConfig {
         let connections = Connections::read(env);
         let rates = RateConfig::read(env);
         let timing = Timing {
-            registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
-            last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
-            last_backup_stall: seconds(env, "LAST_BACKUP_STALL_SECONDS", 300),
-            last_backup_limit: seconds(env, "LAST_BACKUP_LIMIT_SECONDS", 43_200),
-            power_off_retry: seconds(env, "POWER_OFF_RETRY_SECONDS", 120),
-            predecessor_keep: seconds(env, "PREDECESSOR_KEEP_SECONDS", 86_400),
-            delete_grace: seconds(env, "DELETE_GRACE_SECONDS", 86_400),
-            max_clock_skew: Duration::from_millis(env.or("MAX_CLOCK_SKEW_MS", 2000)),
-            poll: Duration::from_millis(env.or("PLATFORM_POLL_MS", 500).max(10)),
-            lease: seconds(env, "PLATFORM_LEASE_SECONDS", 15).max(Duration::from_secs(1)),
-            reconcile: seconds(env, "RECONCILE_SECONDS", 30).max(Duration::from_secs(1)),
-            resize_shutdown: seconds(env, "RESIZE_SHUTDOWN_SECONDS", 90),
-            resize_change: seconds(env, "RESIZE_CHANGE_SECONDS", 600),
-            resize_health: seconds(env, "RESIZE_HEALTH_SECONDS", 600),
-            operation_deadline: seconds(env, "OPERATION_DEADLINE_SECONDS", 7200),
-            operation_limit: seconds(env, "OPERATION_LIMIT_SECONDS", 86_400),
-            server_check: seconds(env, "SERVER_CHECK_SECONDS", 60),
-            server_silence: seconds(env, "SERVER_GONE_SILENCE_SECONDS", 120),
-            orphan_grace: seconds(env, "ORPHAN_GRACE_SECONDS", 86_400),
-            rollout_silence: seconds(env, "ROLLOUT_SILENCE_SECONDS", 1800),
+            registration_ttl: seconds(env, &vars::REGISTRATION_TTL_SECONDS),
+            last_backup_deadline: seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
+            last_backup_stall: seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
+            last_backup_limit: seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
+            power_off_retry: seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
+            predecessor_keep: seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
+            delete_grace: seconds(env, &vars::DELETE_GRACE_SECONDS),
+            max_clock_skew: Duration::from_millis(env.or_default(&vars::MAX_CLOCK_SKEW_MS)),
+            poll: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
+            lease: seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
+            reconcile: seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
+            resize_shutdown: seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
+            resize_change: seconds(env, &vars::RESIZE_CHANGE_SECONDS),
+            resize_health: seconds(env, &vars::RESIZE_HEALTH_SECONDS),
+            operation_deadline: seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
+            operation_limit: seconds(env, &vars::OPERATION_LIMIT_SECONDS),
+            server_check: seconds(env, &vars::SERVER_CHECK_SECONDS),
+            server_silence: seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
+            orphan_grace: seconds(env, &vars::ORPHAN_GRACE_SECONDS),
+            rollout_silence: seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),
             keys: KeyTiming {
-                rotate: seconds(env, "PROOF_KEY_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
-                overlap: seconds(env, "PROOF_KEY_OVERLAP_SECONDS", 120).max(Duration::from_secs(1)),
-                max_silence: seconds(env, "PROOF_KEY_SILENCE_SECONDS", 86_400).max(Duration::from_secs(1)),
+                rotate: seconds(env, &vars::PROOF_KEY_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                overlap: seconds(env, &vars::PROOF_KEY_OVERLAP_SECONDS).max(Duration::from_secs(1)),
+                max_silence: seconds(env, &vars::PROOF_KEY_SILENCE_SECONDS).max(Duration::from_secs(1)),
             },
             tokens: TokenTiming {
-                rotate: seconds(env, "UPGRADE_TOKEN_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
-                overlap: seconds(env, "UPGRADE_TOKEN_OVERLAP_SECONDS", 3600),
+                rotate: seconds(env, &vars::UPGRADE_TOKEN_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                overlap: seconds(env, &vars::UPGRADE_TOKEN_OVERLAP_SECONDS),
             },
             retention: Retention {
-                operations: days(env, "OPERATION_RETENTION_DAYS", 400),
-                audit: days(env, "AUDIT_RETENTION_DAYS", 3653),
+                operations: days(env, &vars::OPERATION_RETENTION_DAYS),
+                audit: days(env, &vars::AUDIT_RETENTION_DAYS),
             },
         };
         Some(Self {
@@ -243,26 +246,25 @@ impl PlatformConfig {
     }
 }
 
-fn seconds(env: &mut Env, name: &str, default: u64) -> Duration {
-    Duration::from_secs(env.or(name, default))
+fn seconds(env: &mut Env, variable: &Variable) -> Duration {
+    Duration::from_secs(env.or_default(variable))
 }
 
-fn days(env: &mut Env, name: &str, default: u64) -> Duration {
-    Duration::from_secs(env.or(name, default).clamp(1, 36_500) * 86_400)
+fn days(env: &mut Env, variable: &Variable) -> Duration {
+    Duration::from_secs(env.or_default::<u64>(variable).clamp(1, 36_500) * 86_400)
 }
 
-fn listen(env: &mut Env, name: &str, default: SocketAddr) -> Listen {
-    let address = env.or(&format!("{name}_LISTEN"), default);
-    let (cert, key) = (format!("{name}_TLS_CERT_FILE"), format!("{name}_TLS_KEY_FILE"));
-    let tls = match (env.path(&cert), env.path(&key)) {
+fn listen(env: &mut Env, address: &Variable, cert: &Variable, key: &Variable) -> Listen {
+    let address = env.or_default(address);
+    let tls = match (env.path(cert), env.path(key)) {
         (Some(cert), Some(key)) => Some(TlsFiles { cert, key }),
         (None, None) => None,
         (Some(_), None) => {
-            env.mistake(&key, format!("is required with {cert}"));
+            env.mistake(key, format!("is required with {}", cert.name));
             None
         }
         (None, Some(_)) => {
-            env.mistake(&cert, format!("is required with {key}"));
+            env.mistake(cert, format!("is required with {}", key.name));
             None
         }
     };
@@ -270,23 +272,23 @@ fn listen(env: &mut Env, name: &str, default: SocketAddr) -> Listen {
 }
 
 fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
-    let name = "PLATFORM_DATABASE_URL";
-    let url = env.required_secret(name)?;
+    let variable = &vars::PLATFORM_DATABASE_URL;
+    let url = env.required_secret(variable)?;
     // The parser's own message can contain the password.
     let Ok(config) = url.expose_secret().parse() else {
-        env.mistake(name, "must be postgres://user:password@host:port/database");
+        env.mistake(variable, "must be postgres://user:password@host:port/database");
         return None;
     };
-    db::check_supported(&config).map_err(|why| env.mistake(name, why)).ok()?;
+    db::check_supported(&config).map_err(|why| env.mistake(variable, why)).ok()?;
     Some(config)
 }
 
 fn platform_secret(env: &mut Env) -> Option<SecretString> {
-    let name = "PLATFORM_SECRET";
-    let secret = env.required_secret(name)?;
+    let variable = &vars::PLATFORM_SECRET;
+    let secret = env.required_secret(variable)?;
     if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
         env.mistake(
-            name,
+            variable,
             format!(
                 "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
             ),
@@ -297,14 +299,15 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
 }
 
 fn provisioning(env: &mut Env) -> Option<Provisioning> {
-    let enabled = env.flag("CUSTOMER_VPS_ENABLED", Flag::Off);
-    let billing_enforcement = env.flag("BILLING_ENFORCEMENT", Flag::On);
-    let image_version = env.required("CUSTOMER_VPS_IMAGE_VERSION");
-    let server_type = named(env, "PROVIDER_SERVER_TYPE", "cpx22");
-    let location = named(env, "PROVIDER_LOCATION", "nbg1");
+    let enabled = env.flag(&vars::CUSTOMER_VPS_ENABLED);
+    let billing_enforcement = env.flag(&vars::BILLING_ENFORCEMENT);
+    let image_version = env.required(&vars::CUSTOMER_VPS_IMAGE_VERSION);
+    let server_type = named(env, &vars::PROVIDER_SERVER_TYPE);
+    let location = named(env, &vars::PROVIDER_LOCATION);
     let fallback_locations = fallback_locations(env);
-    let preview_max_per_owner = env.or("PREVIEW_MAX_PER_OWNER", 8);
-    let preview_ttl = Duration::from_secs(env.or::<u64>("PREVIEW_TTL_HOURS", 72).saturating_mul(3600));
+    let preview_max_per_owner = env.or_default(&vars::PREVIEW_MAX_PER_OWNER);
+    let preview_ttl =
+        Duration::from_secs(env.or_default::<u64>(&vars::PREVIEW_TTL_HOURS).saturating_mul(3600));
     Some(Provisioning {
         enabled,
         billing_enforcement,
@@ -319,45 +322,34 @@ fn provisioning(env: &mut Env) -> Option<Provisioning> {
 
 /// `nbg1,hel1`, in the order in which they are tried.
 fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
-    let name = "PROVIDER_FALLBACK_LOCATIONS";
-    let text = env.text(name).unwrap_or_default();
+    let variable = &vars::PROVIDER_FALLBACK_LOCATIONS;
+    let text = env.text(variable).unwrap_or_default();
     let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
     match names.map(str::parse).collect::<Result<Vec<Location>, _>>() {
         Ok(locations) if locations.len() <= MAX_FALLBACK_LOCATIONS => Some(locations),
         Ok(_) => {
-            env.mistake(name, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
+            env.mistake(variable, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
             None
         }
         Err(why) => {
-            env.mistake(name, why);
+            env.mistake(variable, why);
             None
         }
     }
 }
 
-fn named<T: std::str::FromStr<Err: std::fmt::Display>>(
-    env: &mut Env,
-    name: &str,
-    default: &str,
-) -> Option<T> {
-    if env.is_set(name) { env.optional(name) } else { default.parse().ok() }
-}
-
-pub(super) fn url(env: &mut Env, name: &str) -> Option<Url> {
-    let url: Url = env.optional(name)?;
-    if !matches!(url.scheme(), "http" | "https") {
-        env.mistake(name, "must be an http or https URL");
-        return None;
-    }
-    Some(url)
+fn named<T: std::str::FromStr<Err: std::fmt::Display>>(env: &mut Env, variable: &Variable) -> Option<T> {
+    if env.is_set(variable) { env.optional(variable) } else { Some(variable.default_value()) }
 }
 
 fn provider(env: &mut Env) -> Option<ProviderConfig> {
-    let default = Url::parse("https://api.hetzner.cloud/v1").expect("a literal URL");
-    let api_url = if env.is_set("PROVIDER_API_URL") { url(env, "PROVIDER_API_URL") } else { Some(default) };
-    let token = env.required_secret("PROVIDER_API_TOKEN");
-    let image = env.or("PROVIDER_IMAGE", "debian-12".to_owned());
-    let ambiguous_wait = seconds(env, "PROVIDER_AMBIGUOUS_WAIT_SECONDS", 60);
+    let api_url = match env.is_set(&vars::PROVIDER_API_URL) {
+        true => env.web_url(&vars::PROVIDER_API_URL),
+        false => Some(vars::PROVIDER_API_URL.default_value()),
+    };
+    let token = env.required_secret(&vars::PROVIDER_API_TOKEN);
+    let image = env.or_default(&vars::PROVIDER_IMAGE);
+    let ambiguous_wait = seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
     Some(ProviderConfig { api_url: api_url?, token: token?, image, ambiguous_wait })
 }
 

@@ -4,14 +4,14 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD as B64;
 use url::Url;
 
-use super::config::url;
+use crate::vars;
 use svc_base::config::{Env, Flag};
+use svc_base::variable::Variable;
 use svc_http::networks::Networks;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::TrustedKeys;
 use svc_store::key::BUNDLE_FILE;
 
-const EGRESS_VARIABLE: &str = "PLATFORM_EGRESS_CIDRS";
 /// They are part of user-data, whose size is limited.
 pub const MAX_EGRESS_NETWORKS: usize = 32;
 
@@ -56,23 +56,22 @@ impl BundleUrl {
 
 impl HostSettings {
     pub fn read(env: &mut Env) -> Option<Self> {
-        let public = url(env, "PLATFORM_PUBLIC_URL");
-        if public.is_none() && !env.is_set("PLATFORM_PUBLIC_URL") {
-            env.mistake("PLATFORM_PUBLIC_URL", "is required and not set");
-        }
-        let internal = url(env, "PLATFORM_INTERNAL_URL").or_else(|| public.clone());
-        let exact = url(env, "SVC_HOST_BUNDLE_URL");
-        let base = url(env, "SVC_HOST_BUNDLE_BASE_URL").or(public.clone());
-        let https_port = env.or("CUSTOMER_VPS_HTTPS_PORT", 443);
-        let tls_verify = env.flag("CUSTOMER_VPS_TLS_VERIFY", Flag::Off);
-        let idp = ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"];
-        let idp = idp.into_iter().filter_map(|name| Some((name, line(env, name)?))).collect();
+        env.require(&vars::PLATFORM_PUBLIC_URL);
+        let public = env.web_url(&vars::PLATFORM_PUBLIC_URL);
+        let internal = env.web_url(&vars::PLATFORM_INTERNAL_URL).or_else(|| public.clone());
+        let exact = env.web_url(&vars::SVC_HOST_BUNDLE_URL);
+        let base = env.web_url(&vars::SVC_HOST_BUNDLE_BASE_URL).or(public.clone());
+        let https_port = env.or_default(&vars::CUSTOMER_VPS_HTTPS_PORT);
+        let tls_verify = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY);
+        let idp = [&vars::IDP_ISSUER, &vars::IDP_AUDIENCE, &vars::IDP_JWKS_URL];
+        let idp =
+            idp.into_iter().filter_map(|variable| Some((variable.name, line(env, variable)?))).collect();
         let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
-        let store_endpoint = url(env, "HOST_OBJECT_STORE_ENDPOINT");
+        let store_endpoint = env.web_url(&vars::HOST_OBJECT_STORE_ENDPOINT);
         let bundle_public_keys = public_keys(env);
-        let bundle_keys_sequence = env.or("BUNDLE_KEYS_SEQUENCE", 0);
-        if bundle_keys_sequence > 0 && !env.is_set("BUNDLE_PUBLIC_KEYS") {
-            env.mistake("BUNDLE_KEYS_SEQUENCE", "needs BUNDLE_PUBLIC_KEYS, which is not set");
+        let bundle_keys_sequence = env.or_default(&vars::BUNDLE_KEYS_SEQUENCE);
+        if bundle_keys_sequence > 0 && !env.is_set(&vars::BUNDLE_PUBLIC_KEYS) {
+            env.mistake(&vars::BUNDLE_KEYS_SEQUENCE, "needs BUNDLE_PUBLIC_KEYS, which is not set");
         }
         let egress = egress(env);
         let postgres_image = postgres_image(env);
@@ -108,10 +107,10 @@ impl HostSettings {
 }
 
 /// A text that fits on a line of an env file.
-fn line(env: &mut Env, name: &str) -> Option<String> {
-    let text = env.text(name)?;
+fn line(env: &mut Env, variable: &Variable) -> Option<String> {
+    let text = env.text(variable)?;
     if text.chars().any(char::is_control) {
-        env.mistake(name, "must be one line of text: hosts read it from a line of an env file");
+        env.mistake(variable, "must be one line of text: hosts read it from a line of an env file");
         return None;
     }
     Some(text)
@@ -119,46 +118,46 @@ fn line(env: &mut Env, name: &str) -> Option<String> {
 
 /// Raw Ed25519 keys in base64, separated by commas.
 fn public_keys(env: &mut Env) -> Option<String> {
-    let text = env.text("BUNDLE_PUBLIC_KEYS")?;
+    let text = env.text(&vars::BUNDLE_PUBLIC_KEYS)?;
     let keys: Vec<&str> = text.split(',').map(str::trim).collect();
     if keys.iter().all(|key| B64.decode(key).is_ok_and(|raw| raw.len() == 32)) {
         return Some(keys.join(","));
     }
-    env.mistake("BUNDLE_PUBLIC_KEYS", "must be base64 of 32 bytes, several separated by commas");
+    env.mistake(&vars::BUNDLE_PUBLIC_KEYS, "must be base64 of 32 bytes, several separated by commas");
     None
 }
 
 /// Each wrong entry is a separate mistake. A list without any network would lock the platform out.
 fn egress(env: &mut Env) -> Networks {
-    let Some(text) = env.text("PLATFORM_EGRESS_CIDRS") else { return Networks::default() };
+    let Some(text) = env.text(&vars::PLATFORM_EGRESS_CIDRS) else { return Networks::default() };
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
     if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
         let why =
             format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; leave it unset to admit every address");
-        env.mistake(EGRESS_VARIABLE, why);
+        env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
     let networks: Networks = parsed
         .into_iter()
-        .filter_map(|one| one.map_err(|why| env.mistake(EGRESS_VARIABLE, why)).ok())
+        .filter_map(|one| one.map_err(|why| env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
         .collect();
     for network in networks.unroutable() {
         let why = format!(
             "{network} cannot be a source of connections to hosts: list the platform's outgoing addresses"
         );
-        env.mistake(EGRESS_VARIABLE, why);
+        env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
     }
     networks
 }
 
 /// The value becomes part of a unit and of a command line on the host.
 fn postgres_image(env: &mut Env) -> Option<String> {
-    let image = env.text("SVC_POSTGRES_IMAGE")?;
+    let image = env.text(&vars::SVC_POSTGRES_IMAGE)?;
     if image.chars().all(|c| c.is_ascii_alphanumeric() || "./:@_-".contains(c)) && !image.starts_with('-') {
         return Some(image);
     }
-    env.mistake("SVC_POSTGRES_IMAGE", "must be the name of a container image");
+    env.mistake(&vars::SVC_POSTGRES_IMAGE, "must be the name of a container image");
     None
 }
 
@@ -167,7 +166,7 @@ mod tests {
     use super::*;
 
     fn read(list: &str) -> Result<Networks, String> {
-        let mut env = Env::from_pairs([(EGRESS_VARIABLE, list)]);
+        let mut env = Env::from_pairs([(vars::PLATFORM_EGRESS_CIDRS.name, list)]);
         let networks = egress(&mut env);
         env.finish(Some(networks)).map_err(|error| error.to_string())
     }

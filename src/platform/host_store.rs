@@ -13,9 +13,11 @@ use serde_json::{Value, json};
 use url::Url;
 
 use super::db::machine_row::MachineRow;
+use crate::vars;
 use svc_base::chain::chain;
 use svc_base::clock::rfc3339_ms;
 use svc_base::config::{Env, Flag, env_line};
+use svc_base::variable::Variable;
 use svc_machine::epoch::Epoch;
 use svc_machine::name::Slot;
 use svc_store::config::{S3Config, StoreConfig};
@@ -23,12 +25,15 @@ use svc_store::credentials::TemporaryCredentials;
 use svc_store::key::SlotPrefix;
 use svc_store::policy::{self, SnapshotWrites};
 use svc_store::sts::{Sts, StsError};
+use svc_store::vars::{
+    AWS_ACCESS_KEY_ID, AWS_CREDENTIAL_EXPIRATION, AWS_REGION, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+    OBJECT_STORE_ENDPOINT, OBJECT_STORE_URL,
+};
 
 /// Lifetime of the working session: the shortest that STS grants.
 const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
 /// AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
-const DEFAULT_OUTAGE_TTL: Duration = Duration::from_secs(43_200);
 /// The working session must not wait longer: the host's own deadline is 10 s.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Every role grants this lifetime; a longer one may exceed the role's maximum.
@@ -54,39 +59,39 @@ pub struct StsConfig {
 
 impl HostCredentials {
     pub fn read(env: &mut Env, store: Option<&StoreConfig>) -> Option<Self> {
-        let name = "STORE_HOST_CREDENTIALS";
-        let is_sts = match env.text(name).as_deref() {
+        let variable = &vars::STORE_HOST_CREDENTIALS;
+        let is_sts = match env.text(variable).as_deref() {
             Some("static") => false,
             Some("sts") => true,
-            None if env.is_set("STS_ROLE_ARN") => true,
+            None if env.is_set(&vars::STS_ROLE_ARN) => true,
             // A directory has no credentials.
             None if matches!(store, Some(StoreConfig::Directory(_))) => false,
             None => {
                 env.mistake(
-                    name,
+                    variable,
                     "is required without STS_ROLE_ARN: sts, or static, which gives every host \
                     the platform's own credentials",
                 );
                 return None;
             }
             Some(_) => {
-                env.mistake(name, "must be sts or static");
+                env.mistake(variable, "must be sts or static");
                 return None;
             }
         };
         if !is_sts {
             return Some(Self::Static);
         }
-        let role_arn = env.required::<String>("STS_ROLE_ARN");
-        let outage_ttl = Duration::from_secs(env.or("STS_DURATION_SECONDS", DEFAULT_OUTAGE_TTL.as_secs()));
+        let role_arn = env.required::<String>(&vars::STS_ROLE_ARN);
+        let outage_ttl = Duration::from_secs(env.or_default(&vars::STS_DURATION_SECONDS));
         if !(WORKING_SESSION_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
-            env.mistake("STS_DURATION_SECONDS", "must be 900 to 604800");
+            env.mistake(&vars::STS_DURATION_SECONDS, "must be 900 to 604800");
         }
         let StoreConfig::S3(s3) = store? else {
-            env.mistake(name, "sts needs an s3:// store");
+            env.mistake(variable, "sts needs an s3:// store");
             return None;
         };
-        let writes = match env.flag("STORE_WRITE_ONCE", Flag::Off) {
+        let writes = match env.flag(&vars::STORE_WRITE_ONCE) {
             Flag::On => SnapshotWrites::Once,
             Flag::Off => SnapshotWrites::Any,
         };
@@ -97,19 +102,19 @@ impl HostCredentials {
 
 /// `STS_ENDPOINT`, or the store's own endpoint, or AWS's for the region.
 fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
-    if env.is_set("STS_ENDPOINT") {
-        return super::config::url(env, "STS_ENDPOINT");
+    if env.is_set(&vars::STS_ENDPOINT) {
+        return env.web_url(&vars::STS_ENDPOINT);
     }
     let text = match (&s3.endpoint, s3.region.as_str()) {
         (Some(endpoint), _) => endpoint.clone(),
         (None, "auto") => {
-            env.mistake("AWS_REGION", "is required for AWS's own STS");
+            env.mistake(&AWS_REGION, "is required for AWS's own STS");
             return None;
         }
         (None, region) if region.starts_with("cn-") => format!("https://sts.{region}.amazonaws.com.cn"),
         (None, region) => format!("https://sts.{region}.amazonaws.com"),
     };
-    text.parse().map_err(|why| env.mistake("STS_ENDPOINT", why)).ok()
+    text.parse().map_err(|why| env.mistake(&vars::STS_ENDPOINT, why)).ok()
 }
 
 /// The sessions that a host gets.
@@ -303,24 +308,24 @@ impl StoreAccess {
         let s3 = match &self.store {
             StoreConfig::S3(s3) => s3,
             StoreConfig::Directory(dir) => {
-                return env_line("OBJECT_STORE_URL", &format!("file://{}", dir.display()));
+                return env_line(OBJECT_STORE_URL.name, &format!("file://{}", dir.display()));
             }
         };
         let credentials = self.credentials(s3);
         let mut text = String::new();
-        let mut line = |name: &str, value: &str| text.push_str(&env_line(name, value));
-        line("OBJECT_STORE_URL", &format!("s3://{}", s3.bucket));
-        line("AWS_REGION", &s3.region);
-        line("AWS_ACCESS_KEY_ID", &credentials.access_key);
-        line("AWS_SECRET_ACCESS_KEY", credentials.secret_key.expose_secret());
+        let mut line = |variable: &Variable, value: &str| text.push_str(&env_line(variable.name, value));
+        line(&OBJECT_STORE_URL, &format!("s3://{}", s3.bucket));
+        line(&AWS_REGION, &s3.region);
+        line(&AWS_ACCESS_KEY_ID, &credentials.access_key);
+        line(&AWS_SECRET_ACCESS_KEY, credentials.secret_key.expose_secret());
         if let Some(endpoint) = &s3.endpoint {
-            line("OBJECT_STORE_ENDPOINT", endpoint);
+            line(&OBJECT_STORE_ENDPOINT, endpoint);
         }
         if let Some(token) = &credentials.session_token {
-            line("AWS_SESSION_TOKEN", token.expose_secret());
+            line(&AWS_SESSION_TOKEN, token.expose_secret());
         }
         if self.session.is_some() {
-            line("AWS_CREDENTIAL_EXPIRATION", &rfc3339_ms(credentials.expires_at));
+            line(&AWS_CREDENTIAL_EXPIRATION, &rfc3339_ms(credentials.expires_at));
         }
         text
     }

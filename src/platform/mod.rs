@@ -35,6 +35,7 @@ pub mod signed_lifetimes;
 pub mod token_rotation;
 pub mod tokens;
 pub mod userdata;
+pub mod vars;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -101,6 +102,11 @@ struct Args {
 enum Command {
     /// Check whether this machine's platform with these settings is ready; exits 69 if it is not
     Probe,
+}
+
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {

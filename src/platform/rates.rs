@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::operators::Operator;
 use crate::tokens;
+use crate::vars;
 use svc_base::config::Env;
 use svc_http::addresses::network;
 use svc_http::networks::Networks;
@@ -17,16 +18,10 @@ use svc_http::problem::{Code, Problem};
 use svc_http::rate::RateLimit;
 use svc_machine::id::MachineId;
 
-/// Above the rate of an operator's script in a loop; a runaway script leaves room for others.
-const OPERATOR_REQUESTS_PER_SECOND: u32 = 200;
-/// A host sends two heartbeats a minute, and a download or an update adds a few requests.
-const HOST_REQUESTS_PER_SECOND: u32 = 5;
 const HOST_BURST_SECONDS: u32 = 20;
 /// Each request costs calls to the object store's STS; a host needs new credentials a few times an hour.
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
-/// A fleet of 6,000 machines behind one address, once a minute after a platform restart.
-const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
 const BURST_SECONDS: u32 = 10;
 /// Refused host tokens that are reported: enough to keep a fleet's alarm raised, with few log lines.
 const REFUSED_INTERVAL: Duration = Duration::from_secs(5);
@@ -53,10 +48,10 @@ impl RateConfig {
     /// `PLATFORM_ADDRESS_CHECKS_PER_SECOND` and `PLATFORM_TRUSTED_PROXIES`.
     pub fn read(env: &mut Env) -> Self {
         Self {
-            operator_rate: env.or("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", OPERATOR_REQUESTS_PER_SECOND),
-            host_rate: env.or("PLATFORM_HOST_REQUESTS_PER_SECOND", HOST_REQUESTS_PER_SECOND),
-            check_rate: env.or("PLATFORM_ADDRESS_CHECKS_PER_SECOND", ADDRESS_CHECKS_PER_SECOND),
-            trusted_proxies: env.or("PLATFORM_TRUSTED_PROXIES", Networks::default()),
+            operator_rate: env.or_default(&vars::PLATFORM_OPERATOR_REQUESTS_PER_SECOND),
+            host_rate: env.or_default(&vars::PLATFORM_HOST_REQUESTS_PER_SECOND),
+            check_rate: env.or_default(&vars::PLATFORM_ADDRESS_CHECKS_PER_SECOND),
+            trusted_proxies: env.optional(&vars::PLATFORM_TRUSTED_PROXIES).unwrap_or_default(),
         }
     }
 }

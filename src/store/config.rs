@@ -16,7 +16,9 @@ use super::credentials::{CredentialSource, SourceAdapter};
 use super::local::LocalStore;
 use super::resign::Resigning;
 use super::write_once::WriteOnce;
+use crate::vars;
 use svc_base::config::Env;
+use svc_base::variable::Variable;
 use svc_http::client::{self, Deadlines};
 
 /// The location of objects: `s3://bucket`, or `file:///dir` for development.
@@ -43,21 +45,22 @@ pub struct S3Config {
 impl StoreConfig {
     /// Reads `OBJECT_STORE_URL`, or `OBJECT_STORE_BUCKET`/`S3_BUCKET`; `OBJECT_STORE_ENDPOINT`; `AWS_*`.
     pub fn read(env: &mut Env) -> Option<Self> {
-        if let Some(dir) = env.text("OBJECT_STORE_URL").as_deref().and_then(|url| url.strip_prefix("file://"))
+        if let Some(dir) =
+            env.text(&vars::OBJECT_STORE_URL).as_deref().and_then(|url| url.strip_prefix("file://"))
         {
             if !dir.starts_with('/') {
-                env.mistake("OBJECT_STORE_URL", "must be file:///<absolute directory> or s3://<bucket>");
+                env.mistake(&vars::OBJECT_STORE_URL, "must be file:///<absolute directory> or s3://<bucket>");
                 return None;
             }
             return Some(Self::Directory(dir.into()));
         }
         let bucket = bucket_name(env);
-        let endpoint = env.optional::<url::Url>("OBJECT_STORE_ENDPOINT").map(|url| url.to_string());
-        let region = env.or("AWS_REGION", "auto".to_owned());
-        let access_key = env.required("AWS_ACCESS_KEY_ID");
-        let secret_key = env.required_secret("AWS_SECRET_ACCESS_KEY");
-        let session_token = env.secret("AWS_SESSION_TOKEN");
-        let expires_at = moment(env, "AWS_CREDENTIAL_EXPIRATION");
+        let endpoint = env.optional::<url::Url>(&vars::OBJECT_STORE_ENDPOINT).map(|url| url.to_string());
+        let region = env.or_default(&vars::AWS_REGION);
+        let access_key = env.required(&vars::AWS_ACCESS_KEY_ID);
+        let secret_key = env.required_secret(&vars::AWS_SECRET_ACCESS_KEY);
+        let session_token = env.secret(&vars::AWS_SESSION_TOKEN);
+        let expires_at = moment(env, &vars::AWS_CREDENTIAL_EXPIRATION);
         Some(Self::S3(S3Config {
             bucket: bucket?,
             endpoint,
@@ -134,23 +137,23 @@ impl S3Config {
 }
 
 /// Parses a time. An error does not quote it: if lines of the file are joined, it may contain a secret.
-fn moment(env: &mut Env, name: &str) -> Option<Timestamp> {
-    let parsed = env.text(name)?.parse();
-    parsed.map_err(|_| env.mistake(name, "must be a time such as 2026-01-02T03:04:05Z")).ok()
+fn moment(env: &mut Env, variable: &Variable) -> Option<Timestamp> {
+    let parsed = env.text(variable)?.parse();
+    parsed.map_err(|_| env.mistake(variable, "must be a time such as 2026-01-02T03:04:05Z")).ok()
 }
 
 fn bucket_name(env: &mut Env) -> Option<String> {
-    if let Some(url) = env.text("OBJECT_STORE_URL") {
+    if let Some(url) = env.text(&vars::OBJECT_STORE_URL) {
         let name = url.strip_prefix("s3://").map(|name| name.trim_end_matches('/').to_owned());
         if name.as_deref().is_none_or(|name| name.is_empty() || name.contains('/')) {
-            env.mistake("OBJECT_STORE_URL", "must be s3://<bucket> or file:///<directory>");
+            env.mistake(&vars::OBJECT_STORE_URL, "must be s3://<bucket> or file:///<directory>");
             return None;
         }
         return name;
     }
-    let name = env.text("OBJECT_STORE_BUCKET").or_else(|| env.text("S3_BUCKET"));
+    let name = env.text(&vars::OBJECT_STORE_BUCKET).or_else(|| env.text(&vars::S3_BUCKET));
     if name.is_none() {
-        env.mistake("OBJECT_STORE_URL", "is required and not set (nor OBJECT_STORE_BUCKET, S3_BUCKET)");
+        env.mistake(&vars::OBJECT_STORE_URL, "is required and not set (nor OBJECT_STORE_BUCKET, S3_BUCKET)");
     }
     name
 }

@@ -31,6 +31,7 @@ pub mod snapshot;
 pub mod snapshots;
 pub mod sts;
 pub mod upload;
+pub mod vars;
 mod write_once;
 
 pub use bucket::{Bucket, StoreError};

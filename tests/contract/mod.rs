@@ -5,7 +5,6 @@
 //! here; it only needs a way to provoke each code that it declares.
 
 mod broken;
-mod errors_page;
 mod leak;
 mod probe;
 mod walk;

@@ -6,6 +6,7 @@ mod bundle;
 mod cargo;
 mod ci;
 mod dist;
+mod docs;
 mod fuzz;
 mod test;
 
@@ -90,6 +91,12 @@ enum Command {
         #[arg(value_name = "FILTER")]
         filters: Vec<String>,
     },
+    /// Write the generated parts of the pages below docs
+    Docs {
+        /// Only report the pages that are out of date
+        #[arg(long)]
+        check: bool,
+    },
     /// Fuzz the parsers with libFuzzer, a minute each; needs a C++ compiler, writes target/libfuzzer
     Fuzz(fuzz::Args),
     /// Quick checks for each edit: format, clippy of the product, unit tests, house rules
@@ -112,6 +119,7 @@ fn main() -> ExitCode {
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Fuzz(args) => fuzz::run(&args),
+        Command::Docs { check } => docs::run(check),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Deb { check, svc } => deb(check, svc),
         Command::Check => ci::check(),

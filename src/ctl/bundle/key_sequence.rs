@@ -1,12 +1,13 @@
 //! Checks that hosts accept a release's keys before it is published, because a version is published only once.
 
 use super::PublishError;
+use crate::vars;
 use svc_base::config::Env;
 use svc_store::bundle::{KeySet, max_sequence_after};
 
 /// The configured sequence of the keys that hosts trust.
 pub fn configured_sequence() -> u32 {
-    Env::from_process().or("BUNDLE_KEYS_SEQUENCE", 0)
+    Env::from_process().or_default(&vars::BUNDLE_KEYS_SEQUENCE)
 }
 
 /// Rejects keys that every host would reject.

@@ -12,6 +12,7 @@ use super::connect::{is_private, secret_from};
 use super::local::LocalChecks;
 use super::out::Out;
 use super::report;
+use crate::vars;
 use site::Site;
 use svc_base::applet::Failure;
 use svc_base::config::Env;
@@ -56,11 +57,14 @@ fn site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure> {
     };
     let mut env = Env::from_process();
     if !is_private(&base) {
-        env.mistake("--app-url", "must be https (plain http only to this machine): it carries the session");
+        env.option_mistake(
+            "--app-url",
+            "must be https (plain http only to this machine): it carries the session",
+        );
     }
     let token = match &args.session_file {
         Some(file) => secret_from(&mut env, "--session-file", file),
-        None => env.required_secret("SVC_SESSION_TOKEN"),
+        None => env.required_secret(&vars::SVC_SESSION_TOKEN),
     };
     let token = env.finish(token)?;
     Ok(Site::by_router(base, &token)?)

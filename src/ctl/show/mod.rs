@@ -27,7 +27,9 @@ use std::io::IsTerminal;
 use jiff::Timestamp;
 use serde_json::Value;
 
+use super::vars;
 use svc_base::untrusted_text::one_line;
+use svc_base::vars::NO_COLOR;
 
 /// The parameters of a text view.
 #[derive(Debug, Clone, Copy)]
@@ -88,8 +90,7 @@ impl Colour {
 
 /// Whether colours are allowed: see no-color.org; a dumb terminal has none.
 fn may_colour() -> bool {
-    let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    !unwanted && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+    NO_COLOR.from_process().is_none() && vars::TERM.from_process().is_none_or(|term| term != "dumb")
 }
 
 fn text(value: Option<&String>) -> String {

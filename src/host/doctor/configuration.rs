@@ -3,6 +3,7 @@
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformLink, environment_of_services};
 use crate::system::layout::Layout;
+use crate::system::vars;
 use svc_base::config::Env;
 use svc_base::diagnosis::Findings;
 use svc_store::config::StoreConfig;
@@ -31,7 +32,7 @@ pub fn check(layout: &Layout) -> Findings {
 /// Whether root's file and the services' file name different platforms. A file that this process cannot read is
 /// ignored.
 fn has_other_platform_for_root(layout: &Layout) -> bool {
-    let named = |file| Env::default().with_file(file).text("PLATFORM_INTERNAL_URL");
+    let named = |file| Env::default().with_file(file).text(&vars::PLATFORM_INTERNAL_URL);
     let (services, root) = (named(&layout.host_env()), named(&layout.update_env()));
     services.zip(root).is_some_and(|(services, root)| services != root)
 }
@@ -44,7 +45,7 @@ fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>>
     let url = DatabaseUrl::read(&mut env);
     let database = match url.as_ref().map(DatabaseUrl::config) {
         Some(Err(error)) => {
-            error.mistakes.iter().for_each(|mistake| env.mistake("DATABASE_URL", mistake.as_str()));
+            error.mistakes.iter().for_each(|mistake| env.mistake(&vars::DATABASE_URL, mistake.as_str()));
             None
         }
         Some(Ok(_)) => Some(()),

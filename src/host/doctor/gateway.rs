@@ -7,7 +7,8 @@ use serde::Deserialize;
 use super::services_env;
 use crate::system::layout::Layout;
 use crate::system::probe;
-use crate::system::probe::{DEFAULT_LISTEN, Gateway};
+use crate::system::probe::Gateway;
+use crate::system::vars;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
 
@@ -19,7 +20,7 @@ pub fn socket(layout: &Layout) -> PathBuf {
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("gateway");
     let next = "systemctl status svc-gateway; journalctl -u svc-gateway -n 50";
-    let listen = services_env(layout).or("GATEWAY_LISTEN", DEFAULT_LISTEN);
+    let listen = services_env(layout).or_default(&vars::GATEWAY_LISTEN);
     let pin = match probe::pin(layout) {
         Ok(Some(pin)) => pin,
         Ok(None) => return findings.problem("no TLS key yet: the gateway has never started", next),
@@ -73,7 +74,7 @@ pub fn key(layout: &Layout) -> Findings {
         return findings
             .problem("the platform has not accepted the registration: no traffic is routed here", next);
     };
-    if services_env(layout).text("SVC_MACHINE_ID").is_some_and(|id| id != ledger.machine_id) {
+    if services_env(layout).text(&vars::SVC_MACHINE_ID).is_some_and(|id| id != ledger.machine_id) {
         let what = format!("register.json is of another machine, {}", ledger.machine_id);
         return findings.problem(what, "this disk is a copy: recover the slot");
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::services_env;
 use crate::system::layout::Layout;
-use crate::system::probe::DEFAULT_LISTEN;
+use crate::system::vars;
 use svc_base::diagnosis::Findings;
 
 const LISTEN: &str = "0A";
@@ -17,7 +17,7 @@ pub fn check(layout: &Layout) -> Findings {
     if layout.root() != Path::new("/") {
         return findings.skipped("this root shares its network with others");
     }
-    let gateway = services_env(layout).or("GATEWAY_LISTEN", DEFAULT_LISTEN).port();
+    let gateway = services_env(layout).or_default::<std::net::SocketAddr>(&vars::GATEWAY_LISTEN).port();
     let read = |name: &str| std::fs::read_to_string(format!("/proc/net/{name}"));
     match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
         (Ok(v4), Ok(v6)) => assess(findings, &listening(&v4, &v6), gateway),

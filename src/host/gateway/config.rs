@@ -2,14 +2,16 @@
 //!
 //! A configuration that would enable the development default on anything but a developer's machine is rejected.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
 use crate::system::config::{DatabaseUrl, Identity, environment, first_proof_keys};
 use crate::system::layout::Layout;
-use svc_base::config::{ConfigError, Env, Flag};
+use crate::system::vars;
+use svc_base::config::{ConfigError, Env};
+use svc_base::variable::Variable;
 use svc_http::jwt::TrustedIssuer;
 use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;
@@ -49,23 +51,23 @@ impl Config {
     }
 
     fn read(mut env: Env, layout: Layout) -> Result<Self, ConfigError> {
-        let listen = env.or("GATEWAY_LISTEN", SocketAddr::from((Ipv4Addr::UNSPECIFIED, 443)));
+        let listen = env.or_default(&vars::GATEWAY_LISTEN);
         let owner = owner(&mut env, listen);
         let admin_token = admin_token(&mut env);
         let issuer = issuer(&mut env);
-        let timeout = env.or("BRIDGE_STATEMENT_TIMEOUT_MS", 10_000_u64);
+        let timeout = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
         if timeout == 0 {
-            env.mistake("BRIDGE_STATEMENT_TIMEOUT_MS", "must be at least 1");
+            env.mistake(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, "must be at least 1");
         }
-        let keep = env.or("BRIDGE_CHANGES_KEEP_SECONDS", 3600_u64);
+        let keep = env.or_default(&vars::BRIDGE_CHANGES_KEEP_SECONDS);
         if keep == 0 {
-            env.mistake("BRIDGE_CHANGES_KEEP_SECONDS", "must be at least 1");
+            env.mistake(&vars::BRIDGE_CHANGES_KEEP_SECONDS, "must be at least 1");
         }
         let database = DatabaseUrl::read(&mut env);
         let postgres = database.as_ref().and_then(|url| match url.config() {
             Ok(config) => Some(config),
             Err(error) => {
-                error.mistakes.iter().for_each(|mistake| env.mistake("DATABASE_URL", mistake.as_str()));
+                error.mistakes.iter().for_each(|mistake| env.mistake(&vars::DATABASE_URL, mistake.as_str()));
                 None
             }
         });
@@ -98,7 +100,7 @@ impl Config {
 /// `None` if the token is too short to be safe. It is ignored rather than rejected, because the machine must start in
 /// any case, also after an update to a release with this rule.
 fn admin_token(env: &mut Env) -> Option<SecretString> {
-    let token = env.secret("ADMIN_TOKEN")?;
+    let token = env.secret(&vars::ADMIN_TOKEN)?;
     let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;
     if !is_long_enough {
         tracing::error!(
@@ -110,37 +112,41 @@ fn admin_token(env: &mut Env) -> Option<SecretString> {
 
 /// `IDP_ISSUER` and `IDP_AUDIENCE` are both set, or neither.
 fn issuer(env: &mut Env) -> Option<TrustedIssuer> {
-    if !["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"].iter().any(|name| env.is_set(name)) {
+    if ![&vars::IDP_ISSUER, &vars::IDP_AUDIENCE, &vars::IDP_JWKS_URL]
+        .iter()
+        .any(|variable| env.is_set(variable))
+    {
         return None;
     }
-    let issuer: Option<String> = env.required("IDP_ISSUER");
-    let audiences: Option<String> = env.required("IDP_AUDIENCE");
+    let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
+    let audiences: Option<String> = env.required(&vars::IDP_AUDIENCE);
     let derived =
         issuer.as_ref().map(|issuer| format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/')));
-    let jwks_url = match env.is_set("IDP_JWKS_URL") {
-        true => env.optional("IDP_JWKS_URL"),
-        false => derived?.parse().map_err(|error| env.mistake("IDP_ISSUER", error)).ok(),
+    let jwks_url = match env.is_set(&vars::IDP_JWKS_URL) {
+        true => env.optional(&vars::IDP_JWKS_URL),
+        false => derived?.parse().map_err(|error| env.mistake(&vars::IDP_ISSUER, error)).ok(),
     };
     let audiences =
         audiences?.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect();
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
-const IDENTITY_VARIABLES: [&str; 4] = ["SVC_USER_ID", "SVC_MACHINE_ID", "SVC_HANDLE", "SVC_EPOCH"];
+const IDENTITY_VARIABLES: [&Variable; 4] =
+    [&vars::SVC_USER_ID, &vars::SVC_MACHINE_ID, &vars::SVC_HANDLE, &vars::SVC_EPOCH];
 
 fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
-    let auth = env.flag("GATEWAY_AUTH", Flag::On);
-    let production = env.flag("SVC_PRODUCTION", Flag::On);
-    let environment_name = env.text("SVC_ENVIRONMENT").unwrap_or_else(|| "production".to_owned());
+    let auth = env.flag(&vars::GATEWAY_AUTH);
+    let production = env.flag(&vars::SVC_PRODUCTION);
+    let environment_name = env.or_default::<String>(&vars::SVC_ENVIRONMENT);
     if !["production", "local", "development"].contains(&environment_name.as_str()) {
-        env.mistake("SVC_ENVIRONMENT", "must be production, development or local");
+        env.mistake(&vars::SVC_ENVIRONMENT, "must be production, development or local");
     }
     if auth.is_on() {
         let identity = Identity::read(env);
         let first_keys = first_proof_keys(env);
         return Some(OwnerConfig::Provisioned { identity: identity?, first_keys: first_keys? });
     }
-    let mut reject = |reason: &str| env.mistake("GATEWAY_AUTH", format!("cannot be off: {reason}"));
+    let mut reject = |reason: &str| env.mistake(&vars::GATEWAY_AUTH, format!("cannot be off: {reason}"));
     if production.is_on() {
         reject("SVC_PRODUCTION is not false");
     }
@@ -150,8 +156,8 @@ fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
     if !listen.ip().is_loopback() {
         reject("GATEWAY_LISTEN is not a loopback address");
     }
-    if let Some(name) = IDENTITY_VARIABLES.into_iter().find(|name| env.is_set(name)) {
-        env.mistake("GATEWAY_AUTH", format!("cannot be off: an identity is configured ({name})"));
+    if let Some(set) = IDENTITY_VARIABLES.into_iter().find(|variable| env.is_set(variable)) {
+        env.mistake(&vars::GATEWAY_AUTH, format!("cannot be off: an identity is configured ({})", set.name));
     }
     Some(OwnerConfig::DevDefault)
 }

@@ -14,6 +14,7 @@ use tokio::task::JoinHandle;
 use crate::system::config;
 use crate::system::config::{Identity, PlatformLink};
 use crate::system::layout::Layout;
+use crate::system::vars;
 use svc_base::chain::chain;
 use svc_http::client::{self, Deadlines};
 use svc_machine::id::MachineId;
@@ -68,7 +69,7 @@ impl BootReporter {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
         let platform = PlatformLink::read(&mut env, layout);
-        let token = env.secret("REGISTRATION_TOKEN");
+        let token = env.secret(&vars::REGISTRATION_TOKEN);
         let client = client::build(Deadlines::CALL).ok()?;
         let link = ReportLink { client, platform: platform?, machine: identity?.machine, token: token? };
         Some(Self(tokio::spawn(report(link, amount))))

@@ -10,6 +10,7 @@ use super::epoch;
 use super::layout::Layout;
 use super::root_settings;
 use super::upgrade_token::UpgradeToken;
+use crate::system::vars;
 use svc_base::config::{ConfigError, Env};
 use svc_base::telemetry;
 use svc_http::proof::ProofKeys;
@@ -43,7 +44,7 @@ fn service_files(layout: &Layout) -> [PathBuf; 3] {
 /// Starts an applet's log with the machine's id. Configuration errors are reported later, when the configuration is
 /// read.
 pub fn begin_log(applet: &'static str, layout: &Layout) {
-    let machine = environment(layout).text("SVC_MACHINE_ID").and_then(|id| id.parse().ok());
+    let machine = environment(layout).text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
     telemetry::init_on(applet, machine);
 }
 
@@ -59,11 +60,11 @@ pub struct Identity {
 
 impl Identity {
     pub fn read(env: &mut Env) -> Option<Self> {
-        let machine = env.required("SVC_MACHINE_ID");
-        let user = env.required("SVC_USER_ID");
-        let handle = env.required("SVC_HANDLE");
-        let slot = env.or("SVC_SLOT", Slot::primary());
-        let epoch = env.required("SVC_EPOCH");
+        let machine = env.required(&vars::SVC_MACHINE_ID);
+        let user = env.required(&vars::SVC_USER_ID);
+        let handle = env.required(&vars::SVC_HANDLE);
+        let slot = env.or_default(&vars::SVC_SLOT);
+        let epoch = env.required(&vars::SVC_EPOCH);
         Some(Self { machine: machine?, user: user?, handle: handle?, slot, epoch: epoch? })
     }
 
@@ -83,9 +84,9 @@ pub struct PlatformLink {
 
 impl PlatformLink {
     pub fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
-        let base = env.required("PLATFORM_INTERNAL_URL");
-        let first = env.required_secret("UPGRADE_TOKEN");
-        let machine = env.text("SVC_MACHINE_ID").and_then(|id| id.parse().ok());
+        let base = env.required(&vars::PLATFORM_INTERNAL_URL);
+        let first = env.required_secret(&vars::UPGRADE_TOKEN);
+        let machine = env.text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
         let upgrade_token = first.map(|first| match machine {
             Some(machine) => UpgradeToken::rotating(first, layout, machine),
             None => UpgradeToken::fixed(first),
@@ -103,17 +104,17 @@ impl PlatformLink {
 
 /// The initial proof keys, from `SVC_PROOF_KEYS`.
 pub fn first_proof_keys(env: &mut Env) -> Option<ProofKeys> {
-    let text: String = env.required("SVC_PROOF_KEYS")?;
+    let text: String = env.required(&vars::SVC_PROOF_KEYS)?;
     // The serde message quotes the value, so only the position is used.
     let position = |error: serde_json::Error| {
         format!("are no proof keys at line {}, column {}", error.line(), error.column())
     };
-    serde_json::from_str(&text).map_err(|error| env.mistake("SVC_PROOF_KEYS", position(error))).ok()
+    serde_json::from_str(&text).map_err(|error| env.mistake(&vars::SVC_PROOF_KEYS, position(error))).ok()
 }
 
 /// The release that user-data names.
 pub fn image_version(env: &mut Env) -> Option<ImageVersion> {
-    env.required("SVC_IMAGE_VERSION")
+    env.required(&vars::SVC_IMAGE_VERSION)
 }
 
 /// `DATABASE_URL`; its password is never printed.
@@ -128,7 +129,7 @@ impl fmt::Debug for DatabaseUrl {
 
 impl DatabaseUrl {
     pub fn read(env: &mut Env) -> Option<Self> {
-        env.required_secret("DATABASE_URL").map(Self)
+        env.required_secret(&vars::DATABASE_URL).map(Self)
     }
 
     /// # Errors

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::vars;
 use svc_machine::name::ImageVersion;
 
 /// The agents' socket in [`Layout::bridge_sockets`].
@@ -20,7 +21,7 @@ impl Layout {
 
     /// From `SVC_ROOT`.
     pub fn from_process() -> Self {
-        Self::new(std::env::var_os("SVC_ROOT").filter(|root| !root.is_empty()).unwrap_or_else(|| "/".into()))
+        Self::new(vars::SVC_ROOT.from_process().unwrap_or_else(|| vars::SVC_ROOT.default_value()))
     }
 
     pub fn root(&self) -> &Path {

@@ -25,3 +25,4 @@ pub mod tar_reader;
 pub mod unix_socket;
 pub mod upgrade_token;
 pub mod user;
+pub mod vars;

@@ -16,6 +16,7 @@ use tokio_postgres::config::Host;
 
 use super::layout::Layout;
 use super::postgres::Server;
+use crate::system::vars;
 use svc_base::config::Env;
 
 const CONTAINER: &str = "svc-postgres";
@@ -90,9 +91,9 @@ pub enum PgTools {
 impl PgTools {
     /// `SVC_PG_BIN_DIR`, else the tools of the release's runtime, else those of the container.
     pub fn locate(env: &mut Env, layout: &Layout) -> Self {
-        if let Some(dir) = env.path("SVC_PG_BIN_DIR") {
+        if let Some(dir) = env.path(&vars::SVC_PG_BIN_DIR) {
             if !dir.join("pg_dump").is_file() {
-                env.mistake("SVC_PG_BIN_DIR", "must be a directory with pg_dump in it");
+                env.mistake(&vars::SVC_PG_BIN_DIR, "must be a directory with pg_dump in it");
             }
             return Self::Directory(dir);
         }

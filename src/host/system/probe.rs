@@ -6,9 +6,6 @@ use super::layout::Layout;
 use svc_http::client::{self, Deadlines};
 use svc_http::tls::{self, ChainCheck, Identity, SpkiPin};
 
-/// The gateway's default address.
-pub const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 443);
-
 /// The pin of the gateway's certificate, or `None` before the gateway has created it.
 ///
 /// # Errors

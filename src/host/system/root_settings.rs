@@ -10,8 +10,11 @@ use std::path::{Path, PathBuf};
 use nix::unistd::geteuid;
 
 use super::layout::Layout;
+use super::vars;
 use svc_base::config::{Env, env_line};
 use svc_base::fsx::{self, FileError};
+use svc_base::variable::Variable;
+use svc_store::vars as store;
 
 /// Reason why root may use a value chosen by another user of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,46 +33,44 @@ pub enum AcceptReason {
 }
 
 /// The settings that root accepts from files of other users.
-pub const ALLOWED_FROM_OTHERS: [(&str, AcceptReason); 28] = [
-    ("SVC_MACHINE_ID", AcceptReason::Identifier),
-    ("SVC_USER_ID", AcceptReason::Identifier),
-    ("SVC_HANDLE", AcceptReason::Identifier),
-    ("SVC_SLOT", AcceptReason::Identifier),
-    ("SVC_EPOCH", AcceptReason::Identifier),
-    ("SVC_IMAGE_VERSION", AcceptReason::Identifier),
-    ("SVC_RESTORE_SNAPSHOT", AcceptReason::Identifier),
-    ("SVC_RESTORE_MODE", AcceptReason::Choice),
-    ("BACKUP_COMPRESSION", AcceptReason::Choice),
-    ("BACKUP_RETRY_SECONDS", AcceptReason::Choice),
-    ("VERIFY_WITHIN_DAYS", AcceptReason::Choice),
-    ("RESTORE_STORE_DEADLINE_SECONDS", AcceptReason::Choice),
-    ("UPGRADE_TOKEN", AcceptReason::Credential),
-    ("REGISTRATION_TOKEN", AcceptReason::Credential),
-    ("DATABASE_URL", AcceptReason::Credential),
-    ("AWS_ACCESS_KEY_ID", AcceptReason::Credential),
-    ("AWS_SECRET_ACCESS_KEY", AcceptReason::Credential),
-    ("AWS_SESSION_TOKEN", AcceptReason::Credential),
-    ("AWS_CREDENTIAL_EXPIRATION", AcceptReason::Choice),
-    ("AWS_REGION", AcceptReason::Address),
-    ("OBJECT_STORE_URL", AcceptReason::Address),
-    ("OBJECT_STORE_ENDPOINT", AcceptReason::Address),
-    ("OBJECT_STORE_BUCKET", AcceptReason::Address),
-    ("S3_BUCKET", AcceptReason::Address),
-    ("GATEWAY_LISTEN", AcceptReason::Address),
+pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 28] = [
+    (&vars::SVC_MACHINE_ID, AcceptReason::Identifier),
+    (&vars::SVC_USER_ID, AcceptReason::Identifier),
+    (&vars::SVC_HANDLE, AcceptReason::Identifier),
+    (&vars::SVC_SLOT, AcceptReason::Identifier),
+    (&vars::SVC_EPOCH, AcceptReason::Identifier),
+    (&vars::SVC_IMAGE_VERSION, AcceptReason::Identifier),
+    (&vars::SVC_RESTORE_SNAPSHOT, AcceptReason::Identifier),
+    (&vars::SVC_RESTORE_MODE, AcceptReason::Choice),
+    (&vars::BACKUP_COMPRESSION, AcceptReason::Choice),
+    (&vars::BACKUP_RETRY_SECONDS, AcceptReason::Choice),
+    (&vars::VERIFY_WITHIN_DAYS, AcceptReason::Choice),
+    (&vars::RESTORE_STORE_DEADLINE_SECONDS, AcceptReason::Choice),
+    (&vars::UPGRADE_TOKEN, AcceptReason::Credential),
+    (&vars::REGISTRATION_TOKEN, AcceptReason::Credential),
+    (&vars::DATABASE_URL, AcceptReason::Credential),
+    (&store::AWS_ACCESS_KEY_ID, AcceptReason::Credential),
+    (&store::AWS_SECRET_ACCESS_KEY, AcceptReason::Credential),
+    (&store::AWS_SESSION_TOKEN, AcceptReason::Credential),
+    (&store::AWS_CREDENTIAL_EXPIRATION, AcceptReason::Choice),
+    (&store::AWS_REGION, AcceptReason::Address),
+    (&store::OBJECT_STORE_URL, AcceptReason::Address),
+    (&store::OBJECT_STORE_ENDPOINT, AcceptReason::Address),
+    (&store::OBJECT_STORE_BUCKET, AcceptReason::Address),
+    (&store::S3_BUCKET, AcceptReason::Address),
+    (&vars::GATEWAY_LISTEN, AcceptReason::Address),
     // Only until root has a value of its own: see `copy_platform_url`.
-    ("PLATFORM_INTERNAL_URL", AcceptReason::Address),
-    ("SVC_PROOF_KEYS", AcceptReason::Judged),
-    ("ADMIN_TOKEN", AcceptReason::Credential),
+    (&vars::PLATFORM_INTERNAL_URL, AcceptReason::Address),
+    (&vars::SVC_PROOF_KEYS, AcceptReason::Judged),
+    (&vars::ADMIN_TOKEN, AcceptReason::Credential),
 ];
-
-const PLATFORM_URL: &str = "PLATFORM_INTERNAL_URL";
 
 /// Whether root accepts this setting from a file of another user. A store in a directory is not accepted: root would
 /// write files wherever the other user wants.
 pub fn is_accepted(name: &str, value: &str) -> bool {
     let is_directory =
-        name == "OBJECT_STORE_URL" && value.trim_start().to_ascii_lowercase().starts_with("file");
-    !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| *accepted == name)
+        name == store::OBJECT_STORE_URL.name && value.trim_start().to_ascii_lowercase().starts_with("file");
+    !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| accepted.name == name)
 }
 
 /// Adds the files under root's restrictions.
@@ -87,16 +88,18 @@ fn is_of_another_user(file: &Path) -> bool {
 /// on root ignores the address in `host.env`.
 pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let file = layout.update_env();
-    if !geteuid().is_root() || Env::default().with_file(&file).is_set(PLATFORM_URL) {
+    if !geteuid().is_root() || Env::default().with_file(&file).is_set(&vars::PLATFORM_INTERNAL_URL) {
         return Ok(());
     }
-    let Some(url) = Env::default().with_file(&layout.host_env()).text(PLATFORM_URL) else { return Ok(()) };
+    let Some(url) = Env::default().with_file(&layout.host_env()).text(&vars::PLATFORM_INTERNAL_URL) else {
+        return Ok(());
+    };
     let before = fsx::read_if_exists(&file)?.unwrap_or_default();
     let mut text = String::from_utf8_lossy(&before).into_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
-    text.push_str(&env_line(PLATFORM_URL, &url));
+    text.push_str(&env_line(vars::PLATFORM_INTERNAL_URL.name, &url));
     fsx::write_atomic(&file, text.as_bytes(), 0o600)?;
     tracing::info!("copied the platform's address to update.env, which only root can change");
     Ok(())
@@ -105,6 +108,8 @@ pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::chown;
+
+    use svc_base::variable::Preset;
 
     use super::*;
     use crate::system::config;
@@ -122,36 +127,45 @@ mod tests {
         Some((dir, layout))
     }
 
-    fn text(layout: &Layout, name: &str) -> Option<String> {
-        config::environment(layout).text(name)
+    fn text(layout: &Layout, variable: &Variable) -> Option<String> {
+        config::environment(layout).text(variable)
     }
+
+    const fn undeclared(name: &'static str) -> Variable {
+        Variable { name, form: "text", default: Preset::Unset, meaning: "", source: None, readers: None }
+    }
+
+    const SVC_NEW: Variable = undeclared("SVC_NEW");
+    const A_KEY: Variable = undeclared("A_KEY");
 
     #[test]
     fn root_takes_only_listed_settings_of_others() {
         let own = [
-            "SVC_PG_BIN_DIR",
-            "SVC_BUNDLE_PUBLIC_KEYS",
-            "SVC_BUNDLE_KEYS_SEQUENCE",
-            "SVC_UPDATE_HEALTH_SECONDS",
-            "SVC_NEW",
+            &vars::SVC_PG_BIN_DIR,
+            &vars::SVC_BUNDLE_PUBLIC_KEYS,
+            &vars::SVC_BUNDLE_KEYS_SEQUENCE,
+            &vars::SVC_UPDATE_HEALTH_SECONDS,
+            &SVC_NEW,
         ];
-        let all = ALLOWED_FROM_OTHERS.iter().map(|(name, _)| *name).chain(own);
-        let others: String = all.map(|name| env_line(name, "planted")).collect();
+        let all = ALLOWED_FROM_OTHERS.iter().map(|(variable, _)| *variable).chain(own);
+        let others: String = all.map(|variable| env_line(variable.name, "planted")).collect();
         let Some((_dir, layout)) = machine(&others, "SVC_UPDATE_SNAPSHOT_SECONDS=7\n") else { return };
-        for name in own {
-            assert_ne!(text(&layout, name).as_deref(), Some("planted"), "{name}");
+        for variable in own {
+            assert_ne!(text(&layout, variable).as_deref(), Some("planted"), "{}", variable.name);
         }
-        for (name, _) in ALLOWED_FROM_OTHERS {
-            assert!(text(&layout, name).is_some(), "{name}");
+        for (variable, _) in ALLOWED_FROM_OTHERS {
+            assert!(text(&layout, variable).is_some(), "{}", variable.name);
         }
-        assert_eq!(text(&layout, "SVC_UPDATE_SNAPSHOT_SECONDS").as_deref(), Some("7"));
+        assert_eq!(text(&layout, &vars::SVC_UPDATE_SNAPSHOT_SECONDS).as_deref(), Some("7"));
     }
 
     #[test]
     fn root_writes_to_no_directory_that_another_user_names() {
         for url in ["file:///etc", "FILE:///etc", " file:///etc"] {
-            let Some((_dir, layout)) = machine(&env_line("OBJECT_STORE_URL", url), "") else { return };
-            assert_eq!(text(&layout, "OBJECT_STORE_URL"), None, "{url}");
+            let Some((_dir, layout)) = machine(&env_line(store::OBJECT_STORE_URL.name, url), "") else {
+                return;
+            };
+            assert_eq!(text(&layout, &store::OBJECT_STORE_URL), None, "{url}");
         }
     }
 
@@ -165,7 +179,7 @@ mod tests {
             .unwrap();
         chown(layout.host_env(), Some(940), Some(940)).unwrap();
         copy_platform_url(&layout).unwrap();
-        assert_eq!(text(&layout, PLATFORM_URL).as_deref(), Some("https://one.example"));
-        assert_eq!(text(&layout, "A_KEY").as_deref(), Some("1"));
+        assert_eq!(text(&layout, &vars::PLATFORM_INTERNAL_URL).as_deref(), Some("https://one.example"));
+        assert_eq!(text(&layout, &A_KEY).as_deref(), Some("1"));
     }
 }

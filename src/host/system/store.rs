@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::config::PlatformLink;
 use super::layout::Layout;
 use super::store_credentials::{DuringOutage, RenewingCredentials};
+use crate::system::vars;
 use svc_base::applet::Exit;
 use svc_base::config::Env;
 use svc_machine::id::MachineId;
@@ -54,7 +55,7 @@ impl StoreLink {
         let renewal = match renewal {
             None => None,
             Some(first) => {
-                let machine = env.required("SVC_MACHINE_ID");
+                let machine = env.required(&vars::SVC_MACHINE_ID);
                 let platform = PlatformLink::read(env, layout);
                 Some(Renewal { machine: machine?, platform: platform?, first, layout: layout.clone() })
             }

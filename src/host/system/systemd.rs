@@ -7,6 +7,7 @@ use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
 
 use super::layout::Layout;
+use super::vars;
 
 /// Whether systemd runs on the machine below a root.
 pub fn runs(layout: &Layout) -> bool {
@@ -15,7 +16,7 @@ pub fn runs(layout: &Layout) -> bool {
 
 /// The `systemctl` of this machine. `SVC_SYSTEMCTL` names another one, for a root without systemd.
 pub fn systemctl(layout: &Layout) -> Option<OsString> {
-    if let Some(named) = std::env::var_os("SVC_SYSTEMCTL").filter(|path| !path.is_empty()) {
+    if let Some(named) = vars::SVC_SYSTEMCTL.from_process() {
         return Some(named);
     }
     let runs = layout.root() == Path::new("/") && runs(layout);

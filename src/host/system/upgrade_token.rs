@@ -16,6 +16,7 @@ use nix::fcntl::OFlag;
 use secrecy::{ExposeSecret, SecretString};
 use serde::{Deserialize, Serialize};
 
+use super::vars::UPGRADE_TOKEN;
 use crate::system::layout::Layout;
 use svc_base::chain::chain;
 use svc_base::config::with_env_lines;
@@ -27,7 +28,6 @@ use svc_machine::id::MachineId;
 pub const POINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
 const MAX_BYTES: u64 = 4096;
-const VARIABLE: &str = "UPGRADE_TOKEN";
 
 /// The tokens of a machine, as an applet finds them.
 #[derive(Debug, Clone)]
@@ -193,7 +193,8 @@ pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), Fi
     let path = layout.host_env();
     let Some(text) = fsx::read_if_exists(&path)? else { return Ok(()) };
     let meta = std::fs::metadata(&path).map_err(FileError::at("read", &path))?;
-    let text = with_env_lines(&String::from_utf8_lossy(&text), &[(VARIABLE, current.expose_secret())]);
+    let text =
+        with_env_lines(&String::from_utf8_lossy(&text), &[(UPGRADE_TOKEN.name, current.expose_secret())]);
     let temp = path.with_extension("env.next");
     fsx::write_atomic(&temp, text.as_bytes(), 0o600)?;
     std::os::unix::fs::chown(&temp, Some(meta.uid()), Some(meta.gid()))
@@ -265,7 +266,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let first = token(machine, 1);
-        let text = format!("A=1\n{}B=\"2\"\n", env_line(VARIABLE, first.expose_secret()));
+        let text = format!("A=1\n{}B=\"2\"\n", env_line(UPGRADE_TOKEN.name, first.expose_secret()));
         fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600).unwrap();
         let held = UpgradeToken::rotating(first.clone(), &layout, machine);
         write_to_host_env(&layout, &held).unwrap();
@@ -278,7 +279,7 @@ mod tests {
             let mut values = pairs.iter().filter(|(known, _)| known == name);
             (values.next().map(|(_, value)| value.clone()), values.count())
         };
-        assert_eq!(value(VARIABLE), (Some(token(machine, 2).expose_secret().to_owned()), 0));
+        assert_eq!(value(UPGRADE_TOKEN.name), (Some(token(machine, 2).expose_secret().to_owned()), 0));
         assert_eq!((value("A").0.as_deref(), value("B").0.as_deref()), (Some("1"), Some("2")));
         assert_eq!(std::fs::metadata(layout.host_env()).unwrap().mode() & 0o777, 0o600);
     }

@@ -11,6 +11,7 @@ use nix::unistd::{Gid, Uid, geteuid, setgid, setgroups, setuid};
 use tokio::process::Command;
 
 use super::layout::Layout;
+use super::vars;
 use svc_base::failpoint;
 
 /// Root becomes the user that owns the env files, as the units do: the next run of a unit could not write files of
@@ -19,7 +20,7 @@ use svc_base::failpoint;
 /// # Errors
 /// If the kernel refuses.
 pub fn step_down(layout: &Layout) -> anyhow::Result<()> {
-    let has_tools = std::env::var_os("SVC_PG_BIN_DIR").is_some()
+    let has_tools = vars::SVC_PG_BIN_DIR.from_process().is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
     if !has_tools {
         // The tools in the database's container are usable only by root.

@@ -14,8 +14,8 @@ use crate::system::config;
 use crate::system::config::PlatformLink;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
-use crate::system::probe;
 use crate::system::root_settings;
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_http::request_id;
@@ -68,14 +68,14 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
     root_settings::copy_platform_url(&layout).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
-    let has_database = env.is_set("DATABASE_URL");
+    let has_database = env.is_set(&vars::DATABASE_URL);
     let platform = PlatformLink::read(&mut env, &layout);
-    let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
+    let listen = env.or_default(&vars::GATEWAY_LISTEN);
     let platform = env.finish(platform);
     trust::report(&layout)?;
     let mut env = Env::from_process().with_file(&layout.update_env());
-    let seconds: u64 = env.or("SVC_UPDATE_HEALTH_SECONDS", 180);
-    let snapshot_seconds: u64 = env.or("SVC_UPDATE_SNAPSHOT_SECONDS", 1800);
+    let seconds: u64 = env.or_default(&vars::SVC_UPDATE_HEALTH_SECONDS);
+    let snapshot_seconds: u64 = env.or_default(&vars::SVC_UPDATE_SNAPSHOT_SECONDS);
     env.finish(Some(()))?;
     Ok(Updater {
         layout,

@@ -20,6 +20,7 @@ use crate::system::config::PlatformLink;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::root_settings;
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure};
 use svc_base::chain::chain;
 use svc_base::config::Env;
@@ -103,12 +104,12 @@ struct FirstBundle {
 
 impl FirstBundle {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
-        let url = env.required("SVC_HOST_BUNDLE_URL");
-        let stated: Option<String> = env.required("SVC_BUNDLE_SHA256");
+        let url = env.required(&vars::SVC_HOST_BUNDLE_URL);
+        let stated: Option<String> = env.required(&vars::SVC_BUNDLE_SHA256);
         let sha256 = stated.and_then(|text| {
             let digest = bundle::parse_digest(&text);
             if digest.is_none() {
-                env.mistake("SVC_BUNDLE_SHA256", "must be 64 hexadecimal digits");
+                env.mistake(&vars::SVC_BUNDLE_SHA256, "must be 64 hexadecimal digits");
             }
             digest
         });

@@ -10,12 +10,10 @@ use secrecy::{ExposeSecret, SecretString};
 
 use crate::system::config;
 use crate::system::layout::Layout;
+use crate::system::vars;
 use svc_base::config::{env_line, parse_env_file};
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
-
-/// The variable's name in the container's file. podman takes values literally, without quotes.
-const PASSWORD_VARIABLE: &str = "POSTGRES_PASSWORD";
 
 #[derive(Debug, thiserror::Error)]
 pub enum DatabaseError {
@@ -28,7 +26,7 @@ pub enum DatabaseError {
 }
 
 pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
-    if config::environment(layout).is_set("DATABASE_URL") {
+    if config::environment(layout).is_set(&vars::DATABASE_URL) {
         return Ok(());
     }
     let password = match read_password(&layout.postgres_env())? {
@@ -42,7 +40,7 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
-    text.push_str(&env_line("DATABASE_URL", &url));
+    text.push_str(&env_line(vars::DATABASE_URL.name, &url));
     fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600)?;
     failpoint::pass("update.password_told")?;
     Ok(())
@@ -51,7 +49,8 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
 fn read_password(path: &Path) -> Result<Option<SecretString>, FileError> {
     let text = fsx::read_if_exists(path)?.unwrap_or_default();
     let pairs = parse_env_file(&String::from_utf8_lossy(&text)).unwrap_or_default();
-    let found = pairs.into_iter().find(|(name, value)| name == PASSWORD_VARIABLE && !value.is_empty());
+    let found =
+        pairs.into_iter().find(|(name, value)| *name == vars::POSTGRES_PASSWORD.name && !value.is_empty());
     Ok(found.map(|(_, value)| value.into()))
 }
 
@@ -59,7 +58,8 @@ fn create_password(path: &Path) -> Result<SecretString, DatabaseError> {
     let mut bytes = [0; 32];
     SystemRandom::new().fill(&mut bytes).map_err(|_| DatabaseError::Random)?;
     let password = SecretString::from(hex::encode(bytes));
-    let line = format!("{PASSWORD_VARIABLE}={}\n", password.expose_secret());
+    // podman takes the value literally, without quotes.
+    let line = format!("{}={}\n", vars::POSTGRES_PASSWORD.name, password.expose_secret());
     fsx::write_atomic(path, line.as_bytes(), 0o600)?;
     Ok(password)
 }

@@ -13,6 +13,7 @@ use tokio::process::Command;
 
 use crate::system::layout::Layout;
 use crate::system::systemd;
+use crate::system::vars;
 use svc_base::config::Env;
 
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
@@ -78,7 +79,7 @@ impl Systemctl {
     }
 
     fn find_by(env: &Env, layout: &Layout) -> Option<Self> {
-        if let Some(program) = env.text("SVC_SYSTEMCTL").map(PathBuf::from) {
+        if let Some(program) = env.text(&vars::SVC_SYSTEMCTL).map(PathBuf::from) {
             return Some(Self { program, setup_commands: Vec::new() });
         }
         if !systemd::runs(layout) {

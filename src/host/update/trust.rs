@@ -6,6 +6,7 @@
 use super::error::UpdateError;
 use super::trusted_keys::TrustedKeyIds;
 use crate::system::layout::Layout;
+use crate::system::vars;
 use svc_base::config::{ConfigError, Env, with_env_lines};
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
@@ -14,14 +15,11 @@ use svc_store::bundle::KeySet;
 /// Fail points of the adoption of a key set.
 pub const KEY_POINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
 
-const KEYS: &str = "SVC_BUNDLE_PUBLIC_KEYS";
-const SEQUENCE: &str = "SVC_BUNDLE_KEYS_SEQUENCE";
-
 /// The trusted key set. Only the file counts: a variable of the process would survive a rotation.
 pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
     let mut env = Env::default().with_file(&layout.update_env());
-    let keys = env.optional("SVC_BUNDLE_PUBLIC_KEYS").unwrap_or_default();
-    let sequence = env.or("SVC_BUNDLE_KEYS_SEQUENCE", 0);
+    let keys = env.optional(&vars::SVC_BUNDLE_PUBLIC_KEYS).unwrap_or_default();
+    let sequence = env.or_default(&vars::SVC_BUNDLE_KEYS_SEQUENCE);
     env.finish(Some(KeySet { sequence, keys }))
 }
 
@@ -46,7 +44,10 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     let path = layout.update_env();
     fsx::remove_torn(&path)?;
     let text = fsx::read_if_exists(&path)?.unwrap_or_default();
-    let pairs = [(KEYS, set.keys.to_string()), (SEQUENCE, set.sequence.to_string())];
+    let pairs = [
+        (vars::SVC_BUNDLE_PUBLIC_KEYS.name, set.keys.to_string()),
+        (vars::SVC_BUNDLE_KEYS_SEQUENCE.name, set.sequence.to_string()),
+    ];
     let pairs = pairs.each_ref().map(|(name, value)| (*name, value.as_str()));
     let text = with_env_lines(&String::from_utf8_lossy(&text), &pairs);
     fsx::write_atomic(&path, text.as_bytes(), 0o600)

@@ -1,5 +1,6 @@
 //! The numbers of database connections of a platform process, by purpose.
 
+use crate::vars;
 use svc_base::config::Env;
 
 /// Maximum database connections of one process, by purpose.
@@ -17,12 +18,12 @@ pub struct Connections {
 
 impl Connections {
     pub(super) fn read(env: &mut Env) -> Self {
-        let mut limit = |name, default: usize| env.or(name, default).max(1);
+        let mut limit = |variable| env.or_default::<usize>(variable).max(1);
         Self {
-            control: limit("DATABASE_CONTROL_CONNECTIONS", 10),
-            hosts: limit("DATABASE_HOST_CONNECTIONS", 8),
-            reports: limit("DATABASE_REPORT_CONNECTIONS", 4),
-            router: limit("DATABASE_ROUTER_CONNECTIONS", 10),
+            control: limit(&vars::DATABASE_CONTROL_CONNECTIONS),
+            hosts: limit(&vars::DATABASE_HOST_CONNECTIONS),
+            reports: limit(&vars::DATABASE_REPORT_CONNECTIONS),
+            router: limit(&vars::DATABASE_ROUTER_CONNECTIONS),
         }
     }
 }

@@ -5,20 +5,22 @@ use base64::engine::general_purpose::STANDARD as B64;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
 
 use crate::platform_key::PlatformKeys;
+use crate::vars;
 use svc_base::config::Env;
+use svc_base::variable::Variable;
 
 /// Reads both keys and reports every mistake.
 pub fn read(env: &mut Env) -> Option<PlatformKeys> {
-    let (name, previous_name) = ("PLATFORM_KEY", "PLATFORM_KEY_PREVIOUS");
-    let current = env.required_secret("PLATFORM_KEY").and_then(|text| key_of(env, name, &text));
-    let previous = match env.secret("PLATFORM_KEY_PREVIOUS") {
-        Some(text) => Some(key_of(env, previous_name, &text)?),
+    let (variable, previous_variable) = (&vars::PLATFORM_KEY, &vars::PLATFORM_KEY_PREVIOUS);
+    let current = env.required_secret(variable).and_then(|text| key_of(env, variable, &text));
+    let previous = match env.secret(previous_variable) {
+        Some(text) => Some(key_of(env, previous_variable, &text)?),
         None => None,
     };
     let (current, previous) = (current?, previous);
     if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
         env.mistake(
-            previous_name,
+            previous_variable,
             "must be another key than PLATFORM_KEY; unset it unless a key is being replaced",
         );
         return None;
@@ -26,13 +28,13 @@ pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     Some(PlatformKeys { current, previous })
 }
 
-fn key_of(env: &mut Env, name: &str, text: &SecretString) -> Option<SecretSlice<u8>> {
+fn key_of(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<SecretSlice<u8>> {
     let text = text.expose_secret();
     let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
     match bytes {
         Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
         _ => {
-            env.mistake(name, "must be 32 bytes, in hexadecimal or base64");
+            env.mistake(variable, "must be 32 bytes, in hexadecimal or base64");
             None
         }
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use url::Url;
 
+use crate::vars;
 use svc_base::config::Env;
 use svc_http::jwt::TrustedIssuer;
 use svc_http::networks::Networks;
@@ -13,12 +14,6 @@ use crate::public_host::PublicHost;
 
 /// A change of a machine must take effect within one second.
 const MAX_POLL_INTERVAL_MS: u64 = 500;
-/// Stale routes are safe, because a connection requires the TLS key that the machine registered.
-const MAX_STALE_SECONDS: u64 = 1800;
-/// A quarter of the throughput of one core.
-const USER_REQUESTS_PER_SECOND: u32 = 5000;
-/// A browser needs about one check per minute, so thousands can share an address.
-const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
 
 #[derive(Debug, Clone)]
 pub struct RouterConfig {
@@ -46,35 +41,33 @@ impl RouterConfig {
     /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL`, `CUSTOMER_VPS_TLS_VERIFY` and
     /// `PLATFORM_ROUTES_POLL_MS`. Records mistakes in `env` and returns `None` if there are any.
     pub fn read(env: &mut Env) -> Option<Self> {
-        let app_host: Option<HostAndPort> = env.required("APP_HOST");
-        let code_host: Option<HostAndPort> = env.required("CODE_HOST");
+        let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
+        let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
         if app_host.is_some() && app_host == code_host {
-            env.mistake("CODE_HOST", "must differ from APP_HOST");
+            env.mistake(&vars::CODE_HOST, "must differ from APP_HOST");
         }
-        let public_scheme = match env.text("ROUTER_PUBLIC_SCHEME").as_deref() {
+        let public_scheme = match env.text(&vars::ROUTER_PUBLIC_SCHEME).as_deref() {
             None => None,
             Some("https") => Some("https"),
             Some("http") => Some("http"),
             Some(_) => {
-                env.mistake("ROUTER_PUBLIC_SCHEME", "must be https or http");
+                env.mistake(&vars::ROUTER_PUBLIC_SCHEME, "must be https or http");
                 None
             }
         };
-        let issuer: Option<String> = env.required("IDP_ISSUER");
+        let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
         let audiences = audiences(env);
         let jwks_url = jwks_url(env, issuer.as_deref());
-        let sign_in = web_url(env, "IDP_SIGN_IN_URL");
-        if sign_in.is_none() && !env.is_set("IDP_SIGN_IN_URL") {
-            env.mistake("IDP_SIGN_IN_URL", "is required and not set");
-        }
-        let legacy_fallback = web_url(env, "LEGACY_FALLBACK_URL");
-        let chain = env.flag("CUSTOMER_VPS_TLS_VERIFY", svc_base::config::Flag::Off);
+        env.require(&vars::IDP_SIGN_IN_URL);
+        let sign_in = env.web_url(&vars::IDP_SIGN_IN_URL);
+        let legacy_fallback = env.web_url(&vars::LEGACY_FALLBACK_URL);
+        let chain = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY);
         let poll_interval =
-            env.or("PLATFORM_ROUTES_POLL_MS", MAX_POLL_INTERVAL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
-        let max_stale = env.or("ROUTER_MAX_STALE_SECONDS", MAX_STALE_SECONDS).max(1);
-        let user_rate = env.or("ROUTER_USER_REQUESTS_PER_SECOND", USER_REQUESTS_PER_SECOND);
-        let check_rate = env.or("ROUTER_ADDRESS_CHECKS_PER_SECOND", ADDRESS_CHECKS_PER_SECOND);
-        let trusted_proxies = env.or("ROUTER_TRUSTED_PROXIES", Networks::default());
+            env.or_default::<u64>(&vars::PLATFORM_ROUTES_POLL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
+        let max_stale = env.or_default::<u64>(&vars::ROUTER_MAX_STALE_SECONDS).max(1);
+        let user_rate = env.or_default(&vars::ROUTER_USER_REQUESTS_PER_SECOND);
+        let check_rate = env.or_default(&vars::ROUTER_ADDRESS_CHECKS_PER_SECOND);
+        let trusted_proxies = env.optional(&vars::ROUTER_TRUSTED_PROXIES).unwrap_or_default();
         Some(Self {
             app_host: app_host?,
             code_host: code_host?,
@@ -109,33 +102,24 @@ impl RouterConfig {
 }
 
 fn audiences(env: &mut Env) -> Option<Vec<String>> {
-    let text: String = env.required("IDP_AUDIENCE")?;
+    let text: String = env.required(&vars::IDP_AUDIENCE)?;
     let all: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
     if all.is_empty() {
-        env.mistake("IDP_AUDIENCE", "must name at least one audience; several are separated by commas");
+        env.mistake(&vars::IDP_AUDIENCE, "must name at least one audience; several are separated by commas");
     }
     Some(all)
 }
 
 fn jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
-    if env.is_set("IDP_JWKS_URL") {
-        return web_url(env, "IDP_JWKS_URL");
+    if env.is_set(&vars::IDP_JWKS_URL) {
+        return env.web_url(&vars::IDP_JWKS_URL);
     }
     let issuer = issuer?;
     let Ok(url) = Url::parse(&format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/'))) else {
-        env.mistake("IDP_JWKS_URL", "is required, because IDP_ISSUER is not a URL");
+        env.mistake(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not a URL");
         return None;
     };
-    Some(url)
-}
-
-fn web_url(env: &mut Env, name: &str) -> Option<Url> {
-    let url: Url = env.optional(name)?;
-    if !matches!(url.scheme(), "http" | "https") {
-        env.mistake(name, "must be an http or https URL");
-        return None;
-    }
     Some(url)
 }
 

@@ -17,6 +17,7 @@ use secrecy::SecretString;
 use url::Url;
 
 use super::config::PlatformConfig;
+use crate::vars;
 use svc_base::config::Env;
 use svc_base::diagnosis::{self, Check, Finding, Findings};
 
@@ -32,8 +33,8 @@ pub struct DoctorReport {
 pub async fn examine(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
     // Read before the configuration is validated: the platform may run well even if this process has a wrong setting.
-    let url: Option<Url> = env.text("PLATFORM_PUBLIC_URL").and_then(|url| url.parse().ok());
-    let operator = url.zip(env.secret("PLATFORM_SECRET"));
+    let url: Option<Url> = env.text(&vars::PLATFORM_PUBLIC_URL).and_then(|url| url.parse().ok());
+    let operator = url.zip(env.secret(&vars::PLATFORM_SECRET));
     let mut findings = serving::env_file(file);
     let config = match PlatformConfig::read(env) {
         Ok(config) => config,

@@ -42,6 +42,11 @@ struct Args {
     listen: bool,
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 /// Entry of the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {

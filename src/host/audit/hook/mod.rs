@@ -62,18 +62,23 @@ struct HomeArgs {
     home: Option<PathBuf>,
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let word = args.get(1).and_then(|word| word.to_str()).unwrap_or_default();
     let is_command =
         ["install", "uninstall", "help", "--help", "-h", "--version", "-V", "--write-man"].contains(&word);
     if is_command {
-        return command(args);
+        return run_command(args);
     }
     hook(word.to_owned());
     ExitCode::SUCCESS
 }
 
-fn command(args: Vec<OsString>) -> ExitCode {
+fn run_command(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {
         Ok(args) => args,
         Err(code) => return code,

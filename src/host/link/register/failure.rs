@@ -9,8 +9,10 @@ use super::call::RegistrationClient;
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
 use crate::system::layout::Layout;
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
+use svc_base::variable::Variable;
 
 const MAX_MESSAGE_CHARS: usize = 500;
 const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -40,7 +42,7 @@ pub async fn report(layout: &Layout, stage: BootStage, message: &str) -> Result<
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
     let platform = PlatformLink::read(&mut env, layout);
-    let token = env.required_secret("REGISTRATION_TOKEN");
+    let token = env.required_secret(&vars::REGISTRATION_TOKEN);
     let secrets = secrets(&mut env);
     let parts = identity.zip(platform).zip(token);
     let ((identity, platform), token) = env.finish(parts)?;
@@ -52,16 +54,17 @@ pub async fn report(layout: &Layout, stage: BootStage, message: &str) -> Result<
 
 /// Every secret in the env files of a machine.
 fn secrets(env: &mut Env) -> Vec<SecretString> {
-    const NAMES: [&str; 6] = [
-        "REGISTRATION_TOKEN",
-        "UPGRADE_TOKEN",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "ADMIN_TOKEN",
-        "DATABASE_URL",
+    const VARIABLES: [&Variable; 6] = [
+        &vars::REGISTRATION_TOKEN,
+        &vars::UPGRADE_TOKEN,
+        &svc_store::vars::AWS_SECRET_ACCESS_KEY,
+        &svc_store::vars::AWS_SESSION_TOKEN,
+        &vars::ADMIN_TOKEN,
+        &vars::DATABASE_URL,
     ];
-    let mut secrets: Vec<SecretString> = NAMES.iter().filter_map(|name| env.secret(name)).collect();
-    let password = env.secret("DATABASE_URL").map(DatabaseUrl).and_then(|url| url.config().ok());
+    let mut secrets: Vec<SecretString> =
+        VARIABLES.iter().filter_map(|variable| env.secret(variable)).collect();
+    let password = env.secret(&vars::DATABASE_URL).map(DatabaseUrl).and_then(|url| url.config().ok());
     let password = password.as_ref().and_then(|config| config.get_password());
     secrets.extend(password.map(|password| String::from_utf8_lossy(password).into_owned().into()));
     secrets

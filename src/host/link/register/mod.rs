@@ -21,6 +21,7 @@ use crate::system::layout::Layout;
 use crate::system::probe;
 use crate::system::probe::Gateway;
 use crate::system::release;
+use crate::system::vars;
 use call::{RegistrationClient, RegistrationError};
 use ledger::{Ledger, RegistrationBody};
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -66,6 +67,11 @@ enum Command {
     },
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args: Args = match applet::parse(args) {
         Ok(args) => args,
@@ -103,14 +109,15 @@ impl RegisterConfig {
     fn read(layout: &Layout, env: &mut Env) -> Option<Self> {
         let identity = Identity::read(env);
         let platform = PlatformLink::read(env, layout);
-        let token = env.required_secret("REGISTRATION_TOKEN");
-        let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
+        let token = env.required_secret(&vars::REGISTRATION_TOKEN);
+        let listen = env.or_default(&vars::GATEWAY_LISTEN);
         // The variable is in root's `update.env`, which this user cannot read. It is visible here only if no release
         // is installed.
-        let stated = env.optional::<String>("SVC_BUNDLE_SHA256");
+        let stated = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
         let version = config::image_version(env);
-        let gateway_deadline = Duration::from_secs(env.or("REGISTER_GATEWAY_DEADLINE_SECONDS", 120));
-        let platform_deadline = Duration::from_secs(env.or("REGISTER_PLATFORM_DEADLINE_SECONDS", 120));
+        let gateway_deadline = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
+        let platform_deadline =
+            Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
         // The installed release is registered, even if user-data names another one.
         let version = release::current(layout).or(version);
         let installed =
@@ -118,7 +125,10 @@ impl RegisterConfig {
         let stated = stated.and_then(|text| bundle::parse_digest(&text));
         let bundle_sha256 = installed.or(stated);
         if bundle_sha256.is_none() {
-            env.mistake("SVC_BUNDLE_SHA256", "must be 64 hexadecimal digits where no release is installed");
+            env.mistake(
+                &vars::SVC_BUNDLE_SHA256,
+                "must be 64 hexadecimal digits where no release is installed",
+            );
         }
         Some(Self {
             identity: identity?,

@@ -11,6 +11,7 @@ use super::ledger::Ledger;
 use crate::system::config;
 use crate::system::config::{Identity, PlatformLink};
 use crate::system::layout::Layout;
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 
 /// Maximum delay of the boot by one report.
@@ -37,7 +38,7 @@ async fn send_stage(layout: &Layout, stage: BootStage) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
     let platform = PlatformLink::read(&mut env, layout);
-    let token = env.required_secret("REGISTRATION_TOKEN");
+    let token = env.required_secret(&vars::REGISTRATION_TOKEN);
     let ((identity, platform), token) = env.finish(identity.zip(platform).zip(token))?;
     let ledger = Ledger::read(layout).or_exit(Exit::Internal)?;
     if ledger.is_some_and(|ledger| ledger.is_registered(identity.machine)) {

@@ -9,11 +9,12 @@ use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
 use crate::system::epoch;
 use crate::system::layout::Layout;
 use crate::system::postgres::Server;
-use crate::system::probe;
 use crate::system::store::StoreLink;
 use crate::system::store_credentials::{DuringOutage, RenewingCredentials};
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
+use svc_base::variable::Variable;
 use svc_machine::epoch::Epoch;
 use svc_machine::name::ImageVersion;
 use svc_store::Bucket;
@@ -45,10 +46,10 @@ impl SyncConfig {
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let image_version = config::image_version(&mut env);
-        let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
-        let heartbeat_interval = read_seconds(&mut env, "HEARTBEAT_SECONDS", 30);
-        let meta_interval = read_seconds(&mut env, "VPS_META_SECONDS", 300);
-        let meta_refresh_interval = read_seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
+        let listen = env.or_default(&vars::GATEWAY_LISTEN);
+        let heartbeat_interval = read_seconds(&mut env, &vars::HEARTBEAT_SECONDS);
+        let meta_interval = read_seconds(&mut env, &vars::VPS_META_SECONDS);
+        let meta_refresh_interval = read_seconds(&mut env, &vars::VPS_META_AT_LEAST_SECONDS);
         let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
         let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
         let (bucket, credentials) = store.open_with_source(DuringOutage::Wait).or_exit(Exit::Config)?;
@@ -74,10 +75,10 @@ impl SyncConfig {
     }
 }
 
-fn read_seconds(env: &mut Env, name: &str, default: u64) -> Duration {
-    let seconds = env.or(name, default);
+fn read_seconds(env: &mut Env, variable: &Variable) -> Duration {
+    let seconds: u64 = env.or_default(variable);
     if seconds == 0 {
-        env.mistake(name, "must be at least 1");
+        env.mistake(variable, "must be at least 1");
     }
     Duration::from_secs(seconds.max(1))
 }

@@ -195,6 +195,11 @@ impl VerifyArgs {
     }
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args: Args = match applet::parse(args) {
         Ok(args) => args,

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
 
@@ -21,9 +22,9 @@ pub struct Retry {
 impl Retry {
     /// `BACKUP_RETRY_SECONDS`: the first pause.
     pub fn read(env: &mut Env) -> Self {
-        let seconds = env.or("BACKUP_RETRY_SECONDS", 120_u64);
+        let seconds: u64 = env.or_default(&vars::BACKUP_RETRY_SECONDS);
         if seconds == 0 {
-            env.mistake("BACKUP_RETRY_SECONDS", "must be at least 1");
+            env.mistake(&vars::BACKUP_RETRY_SECONDS, "must be at least 1");
         }
         Self::new(Duration::from_secs(seconds.max(1)))
     }

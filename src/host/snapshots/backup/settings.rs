@@ -12,6 +12,7 @@ use crate::system::postgres::Server;
 use crate::system::postgres_tools::{Compression, PgTools};
 use crate::system::store::StoreLink;
 use crate::system::store_credentials::DuringOutage;
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_store::Bucket;
@@ -40,7 +41,7 @@ impl BackupSettings {
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
-        let compression = env.or("BACKUP_COMPRESSION", Compression::DEFAULT);
+        let compression = env.or_default(&vars::BACKUP_COMPRESSION);
         let verify_within_days = verify_within_days(&mut env);
         let store_deadline = staging::deadline(&mut env);
         let parts = identity.zip(store).zip(database);
@@ -73,9 +74,9 @@ impl BackupSettings {
 }
 
 fn verify_within_days(env: &mut Env) -> u32 {
-    let days = env.or("VERIFY_WITHIN_DAYS", 30);
+    let days = env.or_default(&vars::VERIFY_WITHIN_DAYS);
     if days == 0 {
-        env.mistake("VERIFY_WITHIN_DAYS", "must be at least 1");
+        env.mistake(&vars::VERIFY_WITHIN_DAYS, "must be at least 1");
     }
     days
 }

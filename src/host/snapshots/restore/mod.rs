@@ -66,6 +66,11 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     ImportStep(import::StepArgs),
 }
 
+/// The command line, for the reference.
+pub fn command() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {
         Ok(args) => args,

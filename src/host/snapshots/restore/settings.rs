@@ -10,6 +10,7 @@ use crate::system::layout::Layout;
 use crate::system::postgres::Server;
 use crate::system::postgres_tools::PgTools;
 use crate::system::store::StoreLink;
+use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_machine::name::IdpUserId;
 use svc_store::key::{SlotPrefix, SnapshotKey};
@@ -52,8 +53,8 @@ impl RestoreSettings {
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
-        let mode = env.required::<Mode>("SVC_RESTORE_MODE");
-        let chosen = env.optional::<SnapshotKey>("SVC_RESTORE_SNAPSHOT");
+        let mode = env.required::<Mode>(&vars::SVC_RESTORE_MODE);
+        let chosen = env.optional::<SnapshotKey>(&vars::SVC_RESTORE_SNAPSHOT);
         let deadline = staging::deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;

@@ -14,6 +14,7 @@ use std::time::Duration;
 use crate::system::postgres::Server;
 use crate::system::postgres_tools::PgTools;
 use crate::system::progress::Progress;
+use crate::system::vars;
 use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
@@ -39,5 +40,5 @@ pub struct RestoreContext {
 
 /// `RESTORE_STORE_DEADLINE_SECONDS`.
 pub fn deadline(env: &mut Env) -> Duration {
-    Duration::from_secs(env.or("RESTORE_STORE_DEADLINE_SECONDS", 300))
+    Duration::from_secs(env.or_default(&vars::RESTORE_STORE_DEADLINE_SECONDS))
 }

@@ -1,0 +1,108 @@
+//! The table of applets. It is part of the library, because the reference pages are generated from it.
+
+use crate::applet::Applet;
+use crate::ctl::local::{LocalChecks, PlatformExamination};
+use crate::{ctl, host, platform};
+
+/// The finished applets; unfinished ones are not listed.
+pub static APPLETS: &[Applet] = &[
+    Applet {
+        name: "svc-gateway",
+        about: "the machine's HTTPS port: owner API, bridge, apps, shell and code",
+        command: host::gateway::command,
+        run: host::gateway::run,
+    },
+    Applet {
+        name: "svc-restore",
+        about: "the gate: restores the latest snapshot before the gateway starts",
+        command: host::snapshots::restore::command,
+        run: host::snapshots::restore::run,
+    },
+    Applet {
+        name: "svc-db-backup",
+        about: "takes, verifies and uploads a snapshot, then moves the pointer",
+        command: host::snapshots::backup::command,
+        run: host::snapshots::backup::run,
+    },
+    Applet {
+        name: "svc-update",
+        about: "fetches, verifies, unpacks and switches to a release",
+        command: host::update::command,
+        run: host::update::run,
+    },
+    Applet {
+        name: "svc-sync-agent",
+        about: "heartbeat to the platform and the object store",
+        command: host::link::sync::command,
+        run: host::link::sync::run,
+    },
+    Applet {
+        name: "svc-register",
+        about: "registers this machine with the platform, once",
+        command: host::link::register::command,
+        run: host::link::register::run,
+    },
+    Applet {
+        name: "svc-heartbeat",
+        about: "rotates and expires the machine's records, measures its storage",
+        command: host::retention::command,
+        run: host::retention::run,
+    },
+    Applet {
+        name: "svc-agent",
+        about: "runs one agent for the gateway, as the owner's user",
+        command: host::agents::runner::command,
+        run: host::agents::runner::run,
+    },
+    Applet {
+        name: "svc-watch",
+        about: "records what agents' tools change in the owner's home",
+        command: host::audit::watcher::command,
+        run: host::audit::watcher::run,
+    },
+    Applet {
+        name: "svc-hook",
+        about: "reports agents' tool calls to svc-watch",
+        command: host::audit::hook::command,
+        run: host::audit::hook::run,
+    },
+    Applet {
+        name: "svc-shell",
+        about: "serves the shell to the gateway",
+        command: host::launch::shell::command,
+        run: host::launch::shell::run,
+    },
+    Applet {
+        name: "svc-code",
+        about: "starts the release's code-server",
+        command: host::launch::code::command,
+        run: host::launch::code::run,
+    },
+    Applet {
+        name: "svc-platform",
+        about: "control plane and router",
+        command: platform::command,
+        run: platform::run,
+    },
+    Applet {
+        name: "svcctl",
+        about: "operator commands",
+        command: ctl::command,
+        run: |args| ctl::run(args, LOCAL_CHECKS),
+    },
+];
+
+/// The local installation for `svcctl`; only this table knows both sides.
+const LOCAL_CHECKS: LocalChecks = LocalChecks {
+    is_host: host::doctor::is_here,
+    host: || Box::pin(host::doctor::examine()),
+    platform: |env_file| {
+        Box::pin(async move {
+            let platform::doctor::DoctorReport { findings, operator } =
+                platform::doctor::examine(env_file).await;
+            PlatformExamination { findings, operator }
+        })
+    },
+    gateway_socket: host::doctor::gateway_socket,
+    own_database: host::doctor::database_is_own,
+};

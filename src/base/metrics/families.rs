@@ -1,0 +1,159 @@
+//! The declarations of all metrics, for recording and for `docs/reference/metrics.md`.
+
+use super::{Counters, Durations, Gauges};
+
+/// The processes that have a metric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Platform,
+    Host,
+    Everywhere,
+}
+
+/// A metric, for the reference.
+#[derive(Debug, Clone, Copy)]
+pub struct Description {
+    pub name: &'static str,
+    /// `Counters`, `Gauges` or `Durations`.
+    pub kind: &'static str,
+    pub labels: &'static [&'static str],
+    pub place: Place,
+    pub help: &'static str,
+}
+
+/// Declares metrics, and [`ALL`], which describes them.
+macro_rules! families {
+    ($(
+        $name:ident: $kind:ident<$count:literal> = $metric:literal, [$($label:literal),*], on $place:ident,
+            $help:literal;
+    )+) => {
+        $(
+            #[doc = $help]
+            pub static $name: $kind<$count> = $kind::new($metric, $help, [$($label),*]);
+        )+
+
+        /// Every metric.
+        pub const ALL: &[Description] = &[$(Description {
+            name: $metric,
+            kind: stringify!($kind),
+            labels: &[$($label),*],
+            place: Place::$place,
+            help: $help,
+        }),+];
+    };
+}
+
+families! {
+    HTTP_REQUESTS: Counters<4> = "svc_http_requests_total",
+        ["listener", "method", "route", "status"], on Everywhere,
+        "Requests answered, by listener, method, route template and status class.";
+    HTTP_DURATION: Durations<2> = "svc_http_request_duration_seconds", ["listener", "route"], on Everywhere,
+        "Time to the head of the response, without the rest of a streamed body.";
+    DISPATCHES: Counters<1> = "svc_dispatches_total", ["outcome"], on Host,
+        "Dispatches ended, by outcome: success, error, or limited (refused because a cost limit was \
+         reached).";
+    DISPATCHES_RUNNING: Gauges<0> = "svc_dispatches_running", [], on Host,
+        "Running agents.";
+    DISPATCHES_QUEUED: Gauges<0> = "svc_dispatches_queued", [], on Host,
+        "Queued dispatches.";
+    OPERATIONS: Counters<2> = "svc_operations_total", ["kind", "outcome"], on Platform,
+        "Operations ended, by kind and outcome.";
+    OPERATION_DURATION: Durations<1> = "svc_operation_duration_seconds", ["kind"], on Platform,
+        "Time from the creation of an operation to its end.";
+    OPERATION_STEPS: Counters<3> = "svc_operation_steps_total", ["kind", "step", "outcome"], on Platform,
+        "Runs of a step by this process, by outcome: done, waiting, failed, or lost (its lease went to \
+         another process).";
+    OPERATION_STEP_DURATION: Durations<2> = "svc_operation_step_duration_seconds",
+        ["kind", "step"], on Platform,
+        "Duration of one run of a step. A waiting step runs repeatedly.";
+    OPERATIONS_IN_PROGRESS: Gauges<1> = "svc_operations_in_progress", ["kind"], on Platform,
+        "Operations in progress in the whole installation, by kind.";
+    ROLLOUTS: Counters<1> = "svc_rollouts_total", ["state"], on Platform,
+        "Rollouts ended without an operator, by state.";
+    ROLLOUT_MACHINES: Counters<1> = "svc_rollout_machines_total", ["state"], on Platform,
+        "Machines of ended rollouts, by state.";
+    CLOCK_SKEW: Gauges<0> = "svc_clock_skew_seconds", [], on Platform,
+        "How far this process's clock is ahead of the database's clock.";
+    ROUTES_AGE: Gauges<0> = "svc_router_routes_age_seconds", [], on Platform,
+        "Time since the router last read its routes. More than a few seconds: the database is unreachable \
+         and routes are stale.";
+    RETENTION_DELETED: Counters<1> = "svc_retention_deleted_total", ["table"], on Platform,
+        "Rows that the reconciler deleted after their retention, by table.";
+    OPERATIONS_UNKNOWN: Gauges<0> = "svc_operations_unknown", [], on Platform,
+        "Operations in progress whose kind or step this release does not know. A process of a newer \
+         release runs them.";
+    ALARMS: Gauges<1> = "svc_alarms", ["alarm"], on Platform,
+        "Alarms that `svcctl fleet` shows: 1 while the alarm is raised, by name.";
+    OPERATIONS_OVERDUE: Gauges<0> = "svc_operations_overdue", [], on Platform,
+        "Operations in progress for more than 30 minutes.";
+    MACHINES: Gauges<1> = "svc_machines", ["status"], on Platform,
+        "Active machines of the whole installation, by status.";
+    MACHINES_BY_HEALTH: Gauges<1> = "svc_machines_by_health", ["health"], on Platform,
+        "Active machines by the health that their hosts last reported. silent: no report for two minutes. \
+         unknown: no report yet.";
+    MACHINES_NEEDING_ATTENTION: Gauges<0> = "svc_machines_needing_attention", [], on Platform,
+        "Machines that `svcctl fleet` lists with a reason.";
+    BACKUP_AGE: Gauges<1> = "svc_backup_age_seconds", ["over"], on Platform,
+        "Age of the last verified snapshot over all slots with data: maximum and median.";
+    BACKUP_NEVER: Gauges<0> = "svc_backups_never", [], on Platform,
+        "Slots with data and without a verified snapshot.";
+    FLEET_READ: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
+        "Unix time when the figures of the whole installation were last read from the database.";
+    PROVIDER_CALLS: Counters<2> = "svc_provider_calls_total", ["call", "outcome"], on Platform,
+        "Calls to the cloud provider, by call and outcome.";
+    PROVIDER_DURATION: Durations<1> = "svc_provider_call_duration_seconds", ["call"], on Platform,
+        "Duration of one call to the cloud provider, without the wait for the rate budget.";
+    PROVIDER_BUDGET: Gauges<0> = "svc_provider_budget_calls", [], on Platform,
+        "Calls that the provider's rate limit still allows, shared by all processes.";
+    STORE_CALLS: Counters<2> = "svc_store_calls_total", ["call", "outcome"], on Platform,
+        "Calls to the object store for whole objects, and requests that list keys (`call=\"list\"`), by \
+         call and outcome.";
+    STORE_DURATION: Durations<1> = "svc_store_call_duration_seconds", ["call"], on Platform,
+        "Duration of one call to the object store, including its retries.";
+    RECONCILER_RUNS: Counters<2> = "svc_reconciler_runs_total", ["part", "outcome"], on Platform,
+        "Runs of the reconciler's parts in this process, by part and outcome.";
+    RECONCILER_SUCCESS: Gauges<1> = "svc_reconciler_last_success_timestamp_seconds", ["part"], on Platform,
+        "Unix time when a part of the reconciler last succeeded in this process.";
+    UPSTREAM_FAILURES: Counters<1> = "svc_router_upstream_failures_total", ["reason"], on Platform,
+        "Requests that failed at a running machine, by reason.";
+    SESSIONS_OPENED: Counters<1> = "svc_router_sessions_opened_total", ["host"], on Platform,
+        "Browser sessions opened, by public host.";
+    POOL_CONNECTIONS: Gauges<1> = "svc_database_pool_connections", ["state"], on Everywhere,
+        "Connections of this process's database pools, by state. limit: the maximum.";
+    POOL_WAITING: Gauges<0> = "svc_database_pool_waiting", [], on Platform,
+        "Tasks of this process that wait for a database connection.";
+    BRIDGE_ACTIONS: Counters<2> = "svc_bridge_actions_total", ["action", "outcome"], on Host,
+        "Bridge requests, by action and outcome: ok, or the problem's code.";
+    BRIDGE_SQLSTATES: Counters<1> = "svc_bridge_sqlstates_total", ["class"], on Host,
+        "Statements that the database refused, by SQLSTATE class.";
+    BRIDGE_WAITS: Counters<1> = "svc_bridge_pool_waits_total", ["outcome"], on Host,
+        "Bridge requests that found all connections of their app in use, by outcome: served later, or \
+         timed out.";
+    PROOFS: Counters<1> = "svc_gateway_proofs_total", ["outcome"], on Host,
+        "Proofs and tokens of requests, by outcome: verified or refused.";
+    APPS: Gauges<0> = "svc_gateway_apps", [], on Host,
+        "Apps that the gateway serves.";
+    LISTENERS: Gauges<0> = "svc_gateway_change_listeners", [], on Host,
+        "Open event streams of changes (SSE).";
+    RECORDS_STUCK: Gauges<0> = "svc_records_stuck", [], on Host,
+        "1 while records cannot be written to the disk.";
+    RECORDS_WAITING: Gauges<0> = "svc_records_waiting_bytes", [], on Host,
+        "Bytes of accepted records that are not written yet.";
+    SNAPSHOT_TAKEN: Gauges<0> = "svc_backup_last_success_timestamp_seconds", [], on Host,
+        "Unix time of the last verified snapshot of this machine.";
+    BACKUP_OK: Gauges<0> = "svc_backup_last_run_success", [], on Host,
+        "1 if the last backup of this machine succeeded, 0 if it failed.";
+    CHECK_OK: Gauges<1> = "svc_snapshot_check_last_success", ["check"], on Host,
+        "1 if the last check of snapshots succeeded, 0 if it failed. verify: reads stored snapshots \
+         again. drill: restores the latest one.";
+    CHECK_AT: Gauges<1> = "svc_snapshot_check_last_timestamp_seconds", ["check"], on Host,
+        "Unix time of the end of the last check of snapshots, by check.";
+    BUILD: Gauges<2> = "svc_build_info", ["version", "commit"], on Everywhere,
+        "Always 1; the labels name the running version and commit.";
+    RESIDENT: Gauges<0> = "process_resident_memory_bytes", [], on Everywhere,
+        "Resident memory of this process.";
+    OPEN_FDS: Gauges<0> = "process_open_fds", [], on Everywhere,
+        "Open file descriptors of this process.";
+    STARTED: Gauges<0> = "process_start_time_seconds", [], on Everywhere,
+        "Unix time when this process started.";
+}

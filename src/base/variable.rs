@@ -1,0 +1,116 @@
+//! Declarations of environment variables. Each name, default and meaning is written once: readers take a [`Variable`]
+//! instead of a name, and `docs/reference/configuration.md` is generated from the same declarations.
+
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::str::FromStr;
+
+/// A declared environment variable.
+#[derive(Debug, Clone, Copy)]
+pub struct Variable {
+    pub name: &'static str,
+    /// The format of the value: its type, unit or choices.
+    pub form: &'static str,
+    pub default: Preset,
+    /// The doc comment of the declaration.
+    pub meaning: &'static str,
+    /// Where it is set, if not where the rest of its section is.
+    pub source: Option<&'static str>,
+    /// The programs that read it, if not those of its section.
+    pub readers: Option<&'static [&'static str]>,
+}
+
+/// What a program does if a variable is not set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Preset {
+    /// It does not start.
+    Required,
+    /// It goes without a value.
+    Unset,
+    /// It takes this value.
+    Value(&'static str),
+    /// It derives a value, or requires the variable in some cases, as this text explains.
+    Derived(&'static str),
+}
+
+impl Variable {
+    /// The default as the reader's type.
+    ///
+    /// # Panics
+    /// If the declaration has no default, or none of this type: a mistake in the program, as in a literal.
+    pub fn default_value<T: FromStr<Err: Display>>(&self) -> T {
+        let Preset::Value(text) = self.default else { panic!("{} is declared without a default", self.name) };
+        text.parse().unwrap_or_else(|why| panic!("the default of {} is wrong: {why}", self.name))
+    }
+
+    /// The value in the process environment. An empty variable counts as unset.
+    pub fn from_process(&self) -> Option<OsString> {
+        std::env::var_os(self.name).filter(|value| !value.is_empty())
+    }
+}
+
+/// Variables that are documented together, as one table.
+#[derive(Debug, Clone, Copy)]
+pub struct Section {
+    /// The name of the table's place in the page.
+    pub id: &'static str,
+    /// Where its variables are set.
+    pub source: &'static str,
+    /// The programs that read them.
+    pub readers: &'static [&'static str],
+    pub variables: &'static [Variable],
+}
+
+/// Declares sections of variables: a constant for each variable, and the list `SECTIONS`.
+///
+/// The doc comment of a variable is its meaning in the reference. Its default is a text, or `required`, `unset`, or
+/// `derived` with an explanation. `in` and `by` replace what the section says of its source and its readers.
+///
+/// ```
+/// svc_base::variables! {
+///     "listeners", in "process environment", by ["svc-example"] {
+///         /// Address of the API.
+///         EXAMPLE_LISTEN: "address:port" = "127.0.0.1:8080";
+///         /// Token of the provider.
+///         EXAMPLE_TOKEN: "text" = required, in "`token.env`";
+///     }
+/// }
+/// assert_eq!(EXAMPLE_LISTEN.default_value::<std::net::SocketAddr>().port(), 8080);
+/// assert_eq!(SECTIONS[0].variables.len(), 2);
+/// ```
+#[macro_export]
+macro_rules! variables {
+    ($($id:literal, in $source:literal, by [$($reader:literal),*] {
+        $(
+            $(#[doc = $line:literal])+
+            $name:ident: $form:literal = $default:tt $($text:literal)?
+                $(, in $own_source:literal)? $(, by [$($own_reader:literal),*])?;
+        )+
+    })+) => {
+        $($(
+            $(#[doc = $line])+
+            pub const $name: $crate::variable::Variable = $crate::variable::Variable {
+                name: stringify!($name),
+                form: $form,
+                default: $crate::variables!(@preset $default $($text)?),
+                meaning: concat!($($line, "\n"),+),
+                source: $crate::variables!(@optional $($own_source)?),
+                readers: $crate::variables!(@optional $(&[$($own_reader),*])?),
+            };
+        )+)+
+
+        /// Every variable that is declared here.
+        pub const SECTIONS: &[$crate::variable::Section] = &[$($crate::variable::Section {
+            id: $id,
+            source: $source,
+            readers: &[$($reader),*],
+            variables: &[$($name),+],
+        }),+];
+    };
+    (@preset required) => { $crate::variable::Preset::Required };
+    (@preset unset) => { $crate::variable::Preset::Unset };
+    (@preset derived $text:literal) => { $crate::variable::Preset::Derived($text) };
+    (@preset $value:literal) => { $crate::variable::Preset::Value($value) };
+    (@optional) => { None };
+    (@optional $value:expr) => { Some($value) };
+}

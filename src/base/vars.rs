@@ -1,0 +1,18 @@
+//! Variables of all programs.
+
+crate::variables! {
+    "all", in "process environment", by [] {
+        /// Log filter, in the format of [tracing](https://docs.rs/tracing-subscriber).
+        RUST_LOG: "filter" = "info";
+        /// No colours on a terminal.
+        NO_COLOR: "any text" = unset;
+        /// Tests only: where the process stops, fails or waits. A build without the feature `failpoints`
+        /// ignores it.
+        FAILPOINTS: "list of fail points" = unset;
+    }
+
+    "platform.listeners", in "process environment or the platform's env file", by ["svc-platform"] {
+        /// The platform's env file, if `--env-file` names none.
+        PLATFORM_ENV_FILE: "path" = unset, in "process environment", by ["svc-platform", "svcctl"];
+    }
+}

@@ -1,0 +1,22 @@
+//! Variables of `svcctl`.
+
+svc_base::variables! {
+    "svcctl", in "process environment", by ["svcctl"] {
+        /// The platform's base URL, unless `--platform-url` names it.
+        PLATFORM_PUBLIC_URL: "URL" = required;
+        /// `PLATFORM_SECRET` of the platform, or an operator's token, unless `--secret-file` names a file
+        /// with it.
+        PLATFORM_SECRET: "text" = required;
+        /// Keys that `bundle publish` expects hosts to trust: those of the platform's variable of this name.
+        BUNDLE_PUBLIC_KEYS: "list, separated by commas" = unset;
+        /// Number of that key set.
+        BUNDLE_KEYS_SEQUENCE: "number" = "0";
+        /// The owner's session for `verify-rollout --app-url`, a JWT of the identity provider or a browser's
+        /// `svc_session`, unless `--session-file` names a file with it.
+        SVC_SESSION_TOKEN: "text" = derived "**required** with `--app-url`";
+        /// Set: `doctor` checks the platform of this machine, unless it is told what to check.
+        PLATFORM_DATABASE_URL: "text" = unset;
+        /// `dumb`: no colours and no progress bars on a terminal.
+        TERM: "text" = unset;
+    }
+}

@@ -1,0 +1,112 @@
+//! The variables of a host.
+
+svc_base::variables! {
+    "host.provisioned", in "`host.env`", by ["every program of the host"] {
+        /// Id of this machine.
+        SVC_MACHINE_ID: "UUID" = required, in "`host.env`, `update.env`";
+        /// The owner's id at the identity provider.
+        SVC_USER_ID: "text" = required;
+        /// The owner's handle.
+        SVC_HANDLE: "text" = required;
+        /// The machine's slot.
+        SVC_SLOT: "text" = "primary";
+        /// The machine's epoch when it was created. Later ones come with heartbeats.
+        SVC_EPOCH: "number" = required;
+        /// URL of the platform. Root reads only that of `update.env`.
+        PLATFORM_INTERNAL_URL: "URL" = required, in "`host.env`, `update.env`";
+        /// The machine's own token for the platform.
+        UPGRADE_TOKEN: "text" = required;
+        /// The platform's first public keys. Heartbeats deliver later ones.
+        SVC_PROOF_KEYS: "JWK set" = required, by ["svc-gateway", "svc-sync-agent"];
+        /// The identity provider's issuer.
+        IDP_ISSUER: "text" = unset, by ["svc-gateway"];
+        /// Accepted audiences.
+        IDP_AUDIENCE: "list, separated by commas" = derived "**required** with `IDP_ISSUER`",
+            by ["svc-gateway"];
+        /// The identity provider's keys.
+        IDP_JWKS_URL: "URL" = derived "`<issuer>/.well-known/jwks.json`", by ["svc-gateway"];
+        /// The local database. `svc-update boot` appends it, with a password that it generates on the
+        /// machine.
+        DATABASE_URL: "`postgres://user:password@host:port/database`" = required;
+        /// The requested release.
+        SVC_IMAGE_VERSION: "version" = required,
+            in "`host.env`, `boot.env`", by ["svc-update", "svc-register", "svc-sync-agent"];
+        /// Token of the one registration and of the reports of the boot.
+        REGISTRATION_TOKEN: "text" = required, in "`boot.env`", by ["svc-register"];
+        /// URL of the first release's bundle.
+        SVC_HOST_BUNDLE_URL: "URL" = required, in "`update.env`", by ["svc-update"];
+        /// Digest of the first release's bundle.
+        SVC_BUNDLE_SHA256: "64 hexadecimal digits" = required,
+            in "`update.env`", by ["svc-update", "svc-register"];
+        /// Container image of the database, if it is not the default.
+        SVC_POSTGRES_IMAGE: "name of an image" = derived "that of the unit",
+            in "`update.env`", by ["svc-postgres.service"];
+        /// Ed25519 keys whose signature on a bundle's manifest is trusted. An update that brings a later set
+        /// writes this variable and the next. The process environment does not count.
+        SVC_BUNDLE_PUBLIC_KEYS: "list, separated by commas" = unset, in "`update.env`", by ["svc-update"];
+        /// Number of that key set.
+        SVC_BUNDLE_KEYS_SEQUENCE: "number" = "0", in "`update.env`", by ["svc-update"];
+        /// Password of the database's container. `svc-update boot` generates it on the machine. It is not
+        /// quoted, because podman reads it.
+        POSTGRES_PASSWORD: "text" = unset, in "`postgres.env`", by ["svc-update", "svc-postgres.service"];
+        /// The snapshot to restore.
+        SVC_RESTORE_SNAPSHOT: "key" = derived "the latest", in "`boot.env`", by ["svc-restore"];
+        /// `empty`: start without a snapshot if it is confirmed that there is none.
+        SVC_RESTORE_MODE: "`required` or `empty`" = required, in "`boot.env`", by ["svc-restore"];
+    }
+
+    "host.settings", in "process environment or the files above", by ["svc-gateway"] {
+        /// Root of all paths of a host, so that many hosts can share one machine.
+        SVC_ROOT: "path" = "/", in "process environment", by ["every program of the host"];
+        /// Address of the gateway.
+        GATEWAY_LISTEN: "address and port" = "0.0.0.0:443",
+            by ["svc-gateway", "svc-register", "svc-sync-agent", "svc-update"];
+        /// PostgreSQL 16 client tools. If there are none, those in the container `svc-postgres` are used.
+        /// Programs that run as root read it only from their own environment.
+        SVC_PG_BIN_DIR: "path" = derived "the release's runtime", by ["svc-db-backup", "svc-restore"];
+        /// How long a release may take to become healthy before `svc-update` rolls back.
+        SVC_UPDATE_HEALTH_SECONDS: "seconds" = "180",
+            in "process environment or `update.env`", by ["svc-update"];
+        /// How long an update waits for a snapshot of the database, counted from the last progress of a
+        /// backup.
+        SVC_UPDATE_SNAPSHOT_SECONDS: "seconds" = "1800",
+            in "process environment or `update.env`", by ["svc-update"];
+        /// Program to use in place of `systemctl`, for a `SVC_ROOT` that no systemd manages.
+        SVC_SYSTEMCTL: "path" = derived "`systemctl`, where systemd runs", in "process environment",
+            by ["svc-update", "svc-db-backup", "svc-restore"];
+        /// An operator's credential on the host, in addition to a proof or on the gateway's socket. The
+        /// gateway ignores a shorter one and logs an error.
+        ADMIN_TOKEN: "text of at least 32 characters" = unset;
+        /// Timeout of one statement of an app.
+        BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, at least 1" = "10000";
+        /// How long a listener to changes may be disconnected and still resume.
+        BRIDGE_CHANGES_KEEP_SECONDS: "seconds, at least 1" = "3600";
+        /// Compression of dumps. See below.
+        BACKUP_COMPRESSION: "`none`, `gzip:1` to `gzip:9`, `zstd:1` to `zstd:19`" = "gzip:1",
+            by ["svc-db-backup"];
+        /// How long a restore, a drill or a check retries an unreachable store or database, since the last
+        /// progress.
+        RESTORE_STORE_DEADLINE_SECONDS: "seconds" = "300", by ["svc-restore", "svc-db-backup"];
+        /// First backoff after a failed hourly backup. It doubles, up to 15 minutes, until the next hourly
+        /// run is near.
+        BACKUP_RETRY_SECONDS: "seconds, at least 1" = "120", by ["svc-db-backup"];
+        /// Each snapshot is read again within this many days.
+        VERIFY_WITHIN_DAYS: "days, at least 1" = "30", by ["svc-db-backup"];
+        /// How long the registration waits for the gateway to be ready.
+        REGISTER_GATEWAY_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
+        /// How long the registration retries a platform that does not respond.
+        REGISTER_PLATFORM_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
+        /// Interval of heartbeats to the platform.
+        HEARTBEAT_SECONDS: "seconds, at least 1" = "30", by ["svc-sync-agent"];
+        /// Interval of checks whether `system/vps-meta.json` has changed and must be written.
+        VPS_META_SECONDS: "seconds, at least 1" = "300", by ["svc-sync-agent"];
+        /// Maximum time between two writes of it.
+        VPS_META_AT_LEAST_SECONDS: "seconds, at least 1" = "86400", by ["svc-sync-agent"];
+        /// Development only. See below.
+        GATEWAY_AUTH: "flag" = "true";
+        /// Development only. See below.
+        SVC_PRODUCTION: "flag" = "true";
+        /// Development only. See below.
+        SVC_ENVIRONMENT: "`production`, `development` or `local`" = "production";
+    }
+}

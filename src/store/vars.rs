@@ -1,0 +1,27 @@
+//! The object store's variables.
+
+svc_base::variables! {
+    "store", in "process environment; on hosts also `r2.env`", by [
+        "svc-platform", "svcctl", "svc-db-backup", "svc-restore", "svc-sync-agent"
+    ] {
+        /// The bucket; `file:///dir` is for development.
+        OBJECT_STORE_URL: "`s3://bucket` or `file:///dir`" = derived "**required**, or one of the next two";
+        /// Only the bucket's name.
+        OBJECT_STORE_BUCKET: "name" = unset;
+        /// Only the bucket's name, if `OBJECT_STORE_BUCKET` is not set.
+        S3_BUCKET: "name" = unset;
+        /// URL of another S3 server.
+        OBJECT_STORE_ENDPOINT: "URL" = derived "AWS";
+        /// Region of the bucket.
+        AWS_REGION: "text" = "auto";
+        /// Id of the access key.
+        AWS_ACCESS_KEY_ID: "text" = derived "**required** for `s3`";
+        /// The access key.
+        AWS_SECRET_ACCESS_KEY: "text" = derived "**required** for `s3`";
+        /// The session's token, with temporary credentials.
+        AWS_SESSION_TOKEN: "text" = unset;
+        /// On hosts, with `sts`: when the first credentials expire. Later ones come from the platform and are
+        /// kept in `/var/lib/svc/store-credentials.json`.
+        AWS_CREDENTIAL_EXPIRATION: "time, RFC 3339" = unset;
+    }
+}

@@ -1,0 +1,62 @@
+//! The text files of the project, and positions in them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A file of the project: its path from the root, with `/`, and its text.
+pub struct File {
+    pub path: String,
+    pub text: String,
+}
+
+impl File {
+    #[cfg(test)]
+    pub fn sample(path: &str, text: &str) -> Self {
+        Self { path: path.to_owned(), text: text.to_owned() }
+    }
+}
+
+/// The position of a violation: `src/store/key.rs:12: why`.
+pub fn at(path: &str, line: usize, why: impl std::fmt::Display) -> String {
+    format!("{path}:{line}: {why}")
+}
+
+/// Generated or downloaded folders.
+const SKIPPED: [&str; 4] = [".git", "target", "node_modules", "dist"];
+const TEXTS: [&str; 19] = [
+    "rs", "toml", "md", "sql", "sh", "py", "js", "mjs", "ts", "json", "html", "css", "yaml", "yml",
+    "service", "timer", "path", "conf", "txt",
+];
+
+/// The root of the repository.
+pub fn root() -> PathBuf {
+    let is_root = |folder: &&Path| folder.join("src/main.rs").exists();
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().find(is_root).expect("below the root").to_owned()
+}
+
+/// All text files of the project.
+pub fn files() -> Vec<File> {
+    let mut found = Vec::new();
+    walk(&root(), "", &mut found);
+    assert!(found.iter().any(|file| file.path == "src/main.rs"), "no source files found");
+    found
+}
+
+fn walk(folder: &Path, prefix: &str, found: &mut Vec<File>) {
+    for entry in fs::read_dir(folder).expect("read a project folder") {
+        let entry = entry.expect("read a folder entry");
+        let name = entry.file_name().into_string().expect("names are UTF-8");
+        let path = format!("{prefix}{name}");
+        let kind = entry.file_type().expect("read the file type");
+        if kind.is_dir() && !SKIPPED.contains(&name.as_str()) {
+            walk(&entry.path(), &format!("{path}/"), found);
+        } else if kind.is_file() && is_text(&path) {
+            let text = fs::read_to_string(entry.path()).unwrap_or_else(|error| panic!("{path}: {error}"));
+            found.push(File { path, text });
+        }
+    }
+}
+
+fn is_text(path: &str) -> bool {
+    path == ".ci/run" || Path::new(path).extension().is_some_and(|end| TEXTS.iter().any(|text| end == *text))
+}

@@ -1,0 +1,137 @@
+//! The generated parts of the pages: tables of what the code declares.
+//!
+//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is written
+//! by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
+
+#[path = "reference/api.rs"]
+mod api;
+#[path = "reference/commands.rs"]
+mod commands;
+#[path = "reference/declared.rs"]
+mod declared;
+#[path = "house/files.rs"]
+mod files;
+#[expect(dead_code, reason = "the house rules use the rest")]
+#[path = "house/source.rs"]
+mod source;
+#[path = "reference/variables.rs"]
+mod variables;
+
+use std::fs;
+
+use files::{File, at, files, root};
+
+/// `cargo xtask docs` sets it.
+const REWRITE: &str = "SVC_WRITE_DOCS";
+
+const BEGIN: &str = "<!-- generated: ";
+const BEGIN_END: &str = " -->";
+const END: &str = "<!-- end -->";
+
+/// A generated text and the name of its place.
+pub struct Part {
+    pub name: String,
+    pub text: String,
+}
+
+impl Part {
+    pub fn new(name: impl Into<String>, text: String) -> Self {
+        Self { name: name.into(), text }
+    }
+}
+
+fn assert_none(broken: &[String]) {
+    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+}
+
+fn parts() -> Vec<Part> {
+    let mut parts = variables::parts();
+    parts.extend([declared::errors(), declared::exit_codes(), declared::metrics()]);
+    parts.extend(api::parts());
+    parts.extend(commands::parts());
+    parts
+}
+
+/// A table in Markdown.
+pub fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
+    let line =
+        |cells: [String; N]| format!("| {} |\n", cells.map(|cell| cell.replace('|', "\\|")).join(" | "));
+    let mut text = line(head.map(str::to_owned)) + &format!("{}|\n", "|---".repeat(N));
+    text.extend(rows.into_iter().map(line));
+    text
+}
+
+/// The page with its parts replaced, and the names of the parts that it has.
+///
+/// # Errors
+/// The line of a marker without an end, or with an unknown name.
+fn fill(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
+    let (mut text, mut placed) = (String::new(), Vec::new());
+    let mut lines = page.text.lines().enumerate();
+    while let Some((number, line)) = lines.next() {
+        text.push_str(line);
+        text.push('\n');
+        let Some(name) = line.strip_prefix(BEGIN).and_then(|rest| rest.strip_suffix(BEGIN_END)) else {
+            continue;
+        };
+        let Some(part) = parts.iter().find(|part| part.name == name) else {
+            return Err(at(&page.path, number + 1, format!("nothing generates {name}")));
+        };
+        if !lines.any(|(_, line)| line == END) {
+            return Err(at(&page.path, number + 1, format!("no {END} after this line")));
+        }
+        text.push_str(&format!("\n{}\n\n{END}\n", part.text.trim()));
+        placed.push(name.to_owned());
+    }
+    Ok((text, placed))
+}
+
+/// Pages whose generated parts differ from the code, and parts without a place.
+fn outdated(pages: &[File], parts: &[Part], mut rewrite: impl FnMut(&File, &str) -> bool) -> Vec<String> {
+    let (mut found, mut placed) = (Vec::new(), Vec::new());
+    for page in pages.iter().filter(|page| page.path.starts_with("docs/") && page.path.ends_with(".md")) {
+        match fill(page, parts) {
+            Ok((text, names)) => {
+                placed.extend(names);
+                if text != page.text && !rewrite(page, &text) {
+                    found.push(format!("{} is out of date: run `cargo xtask docs`", page.path));
+                }
+            }
+            Err(why) => found.push(why),
+        }
+    }
+    for part in parts {
+        let count = placed.iter().filter(|name| **name == part.name).count();
+        if count != 1 {
+            found.push(format!("`{BEGIN}{}{BEGIN_END}` must be in one page, not in {count}", part.name));
+        }
+    }
+    found
+}
+
+#[test]
+fn generated_parts_of_pages_are_current() {
+    let is_rewriting = std::env::var_os(REWRITE).is_some();
+    let rewrite = |page: &File, text: &str| {
+        if is_rewriting {
+            fs::write(root().join(&page.path), text).expect("write a page");
+            println!("wrote {}", page.path);
+        }
+        is_rewriting
+    };
+    assert_none(&outdated(&files(), &parts(), rewrite));
+}
+
+#[test]
+fn outdated_page_is_detected() {
+    let part = || Part::new("a", "new\n".to_owned());
+    let found = |text: &str, parts: &[Part]| {
+        outdated(&[File::sample("docs/p.md", text)], parts, |_, _| false).concat()
+    };
+    let current = "# P\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nafter\n";
+    assert_eq!(found(current, &[part()]), "");
+    assert!(found(&current.replace("new", "old"), &[part()]).contains("docs/p.md is out of date"));
+    assert!(found(current, &[]).contains("docs/p.md:2: nothing generates a"));
+    assert!(found(&current.replace(END, ""), &[part()]).contains("docs/p.md:2: no <!-- end -->"));
+    assert!(found("# P\n", &[part()]).contains("must be in one page, not in 0"));
+}

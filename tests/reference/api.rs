@@ -1,0 +1,273 @@
+//! The routes of platform and machine, from their OpenAPI documents.
+
+use serde_json::{Map, Value};
+
+use super::{Part, table};
+
+pub fn parts() -> [Part; 2] {
+    [
+        Part::new("api platform", Document::new("Platform", svc::platform::api::description()).render()),
+        Part::new("api machine", Document::new("Machine", svc::host::gateway::description()).render()),
+    ]
+}
+
+/// Members of an object; none if the value is not an object.
+fn members(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    value.as_object().into_iter().flat_map(Map::iter)
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
+
+/// A text in a table or paragraph: `<` would begin an HTML element.
+fn plain(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "&lt;")
+}
+
+struct Document {
+    /// Whose API it is; the headings of its schemas begin with it.
+    owner: &'static str,
+    document: Value,
+}
+
+impl Document {
+    fn new(owner: &'static str, document: Value) -> Self {
+        Self { owner, document }
+    }
+
+    fn render(&self) -> String {
+        let mut page = self.credentials();
+        for (path, operations) in members(&self.document["paths"]) {
+            for (method, operation) in members(operations).filter(|(_, one)| one["responses"].is_object()) {
+                page.push_str(&self.operation(&method.to_ascii_uppercase(), path, operation, operations));
+            }
+        }
+        for (name, schema) in members(&self.document["components"]["schemas"]) {
+            let fields = self.fields(schema);
+            let shown = if fields.is_empty() { self.form(schema) + "\n" } else { fields };
+            page.push_str(&format!("### {} schema `{name}`\n\n{shown}\n", self.owner));
+        }
+        page
+    }
+
+    fn credentials(&self) -> String {
+        let schemes = members(&self.document["components"]["securitySchemes"]).map(|(name, scheme)| {
+            let place = match (text(&scheme["in"]), text(&scheme["name"])) {
+                ("", _) => "`Authorization: Bearer`".to_owned(),
+                (place, name) => format!("{place} `{name}`"),
+            };
+            [format!("`{name}`"), place, plain(text(&scheme["description"]))]
+        });
+        table(["credential", "sent as", "meaning"], schemes) + "\n"
+    }
+
+    fn operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
+        let mut shown = format!("### `{method} {path}`\n\n{}\n\n", plain(text(&operation["summary"])));
+        shown.push_str(&format!("- Credential: {}\n", credentials(&operation["security"])));
+        let servers = siblings["servers"].as_array().into_iter().flatten();
+        let servers: Vec<_> = servers.map(|server| plain(text(&server["description"]))).collect();
+        if !servers.is_empty() {
+            shown.push_str(&format!("- Served by: {}\n", servers.join("; ")));
+        }
+        let mut errors = Vec::new();
+        for (status, response) in members(&operation["responses"]) {
+            let content = &response["content"];
+            if content["application/problem+json"].is_object() {
+                let codes = text(&response["description"]).split(", ").map(|code| format!("`{code}`"));
+                errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
+            } else {
+                let about = plain(text(&response["description"]));
+                shown.push_str(&format!("- **{status}**: {about}{}\n", self.content(content)));
+            }
+        }
+        shown.push_str(&format!("- Errors: {}\n", errors.join(", ")));
+        let parameters = operation["parameters"].as_array().into_iter().flatten().map(|parameter| {
+            let is_required = parameter["required"] == true && parameter["in"] != "path";
+            let place = text(&parameter["in"]).to_owned() + if is_required { ", **required**" } else { "" };
+            let name = format!("`{}`", text(&parameter["name"]));
+            [name, place, self.form(&parameter["schema"]), plain(text(&parameter["description"]))]
+        });
+        let parameters: Vec<_> = parameters.collect();
+        if !parameters.is_empty() {
+            shown.push_str(&format!("\n{}", table(["parameter", "in", "form", "meaning"], parameters)));
+        }
+        for (titles, fields) in self.inline_schemas(operation) {
+            shown.push_str(&format!("\n{}:\n\n{fields}", titles.join(", ")));
+        }
+        shown.push('\n');
+        shown
+    }
+
+    /// What a response has besides its description.
+    fn content(&self, content: &Value) -> String {
+        let types = members(content).map(|(media_type, one)| match self.form(&one["schema"]) {
+            _ if media_type != "application/json" => format!("`{media_type}`"),
+            form if self.fields(&one["schema"]).is_empty() => form,
+            _ => "JSON, as below".to_owned(),
+        });
+        let types: Vec<_> = types.collect();
+        if types.is_empty() { String::new() } else { format!(" ({})", types.join(", ")) }
+    }
+
+    /// The fields of the body and of the successful responses. Equal ones are one table.
+    fn inline_schemas(&self, operation: &Value) -> Vec<(Vec<String>, String)> {
+        let body = ("Body".to_owned(), &operation["requestBody"]["content"]["application/json"]["schema"]);
+        let responses = members(&operation["responses"]).map(|(status, response)| {
+            (format!("Response {status}"), &response["content"]["application/json"]["schema"])
+        });
+        let mut found: Vec<(Vec<String>, String)> = Vec::new();
+        for (title, schema) in std::iter::once(body).chain(responses) {
+            let fields = self.fields(schema);
+            match found.iter_mut().find(|(_, known)| *known == fields) {
+                _ if fields.is_empty() => {}
+                Some((titles, _)) => titles.push(title),
+                None => found.push((vec![title], fields)),
+            }
+        }
+        found
+    }
+
+    /// The table of an object's fields, with those of objects in it.
+    fn fields(&self, schema: &Value) -> String {
+        let mut rows = Vec::new();
+        self.collect_fields(schema, "", &mut rows);
+        if rows.is_empty() {
+            return String::new();
+        }
+        if rows.iter().all(|[_, _, meaning]| meaning.is_empty()) {
+            return table(["field", "form"], rows.into_iter().map(|[field, form, _]| [field, form]));
+        }
+        table(["field", "form", "meaning"], rows)
+    }
+
+    fn collect_fields(&self, schema: &Value, prefix: &str, rows: &mut Vec<[String; 3]>) {
+        let required: Vec<_> = schema["required"].as_array().into_iter().flatten().collect();
+        for (name, field) in members(&schema["properties"]) {
+            let is_required = required.iter().any(|one| *one == name);
+            let form = self.form(field) + if is_required { ", **required**" } else { "" };
+            rows.push([format!("`{prefix}{name}`"), form, plain(text(&field["description"]))]);
+            self.collect_fields(field, &format!("{prefix}{name}."), rows);
+            self.collect_fields(&field["items"], &format!("{prefix}{name}[]."), rows);
+        }
+    }
+
+    fn kind(&self, kind: &str, schema: &Value) -> String {
+        match kind {
+            "array" if !schema["items"].is_null() => match self.form(&schema["items"]) {
+                form if form.contains(", ") => format!("array of ({form})"),
+                form => format!("array of {form}"),
+            },
+            kind => kind.to_owned(),
+        }
+    }
+
+    /// The type of a value with its limits, in a few words.
+    fn form(&self, schema: &Value) -> String {
+        let any = |of: &Value| of.as_array().cloned().filter(|all| !all.is_empty());
+        let forms =
+            |all: Vec<Value>, word: &str| all.iter().map(|one| self.form(one)).collect::<Vec<_>>().join(word);
+        if let Some(name) = text(&schema["$ref"]).strip_prefix("#/components/schemas/") {
+            let anchor = format!("{}-schema-{name}", self.owner).to_ascii_lowercase();
+            return format!("[`{name}`](#{anchor})");
+        }
+        if let Some(values) = any(&schema["enum"]) {
+            return values
+                .iter()
+                .map(|value| format!("`{}`", json_text(value)))
+                .collect::<Vec<_>>()
+                .join(", ");
+        }
+        if !schema["const"].is_null() {
+            return format!("`{}`", json_text(&schema["const"]));
+        }
+        for (key, word) in [("anyOf", " or "), ("oneOf", " or "), ("allOf", " and ")] {
+            if let Some(all) = any(&schema[key]) {
+                return forms(all, word);
+            }
+        }
+        let mut form = match &schema["type"] {
+            Value::Array(types) => {
+                types.iter().map(|kind| self.kind(text(kind), schema)).collect::<Vec<_>>().join(" or ")
+            }
+            Value::String(kind) => self.kind(kind, schema),
+            _ => "any".to_owned(),
+        };
+        if let Some(format) = schema["format"].as_str() {
+            form.push_str(&format!(" ({format})"));
+        }
+        for (key, word) in LIMITS {
+            if !schema[key].is_null() && schema[key] != MAX_SAFE_INTEGER {
+                form.push_str(&format!(", {word} {}", json_text(&schema[key])));
+            }
+        }
+        if let Some(pattern) = schema["pattern"].as_str() {
+            form.push_str(&format!(", `{pattern}`"));
+        }
+        form
+    }
+}
+
+/// The limit of every integer in JSON, which needs no mention.
+const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
+
+const LIMITS: [(&str, &str); 6] = [
+    ("minimum", "at least"),
+    ("maximum", "at most"),
+    ("minLength", "min length"),
+    ("maxLength", "max length"),
+    ("minItems", "min items"),
+    ("maxItems", "max items"),
+];
+
+fn json_text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// `operator` (scope `read` or `billing`), or `host`.
+fn credentials(security: &Value) -> String {
+    let alternatives = security.as_array().into_iter().flatten().flat_map(members).map(|(name, scopes)| {
+        let scopes: Vec<_> =
+            scopes.as_array().into_iter().flatten().map(|one| format!("`{}`", text(one))).collect();
+        if scopes.is_empty() {
+            format!("`{name}`")
+        } else {
+            format!("`{name}` with scope {}", scopes.join(" or "))
+        }
+    });
+    let alternatives: Vec<_> = alternatives.collect();
+    if alternatives.is_empty() { "none".to_owned() } else { alternatives.join(", or ") }
+}
+
+#[test]
+fn operation_is_rendered_with_fields_and_codes() {
+    let document = serde_json::json!({
+        "paths": { "/things/{id}": { "post": {
+            "summary": "Asks.",
+            "security": [{ "operator": ["read", "billing"] }, { "host": [] }],
+            "parameters": [{ "name": "id", "in": "path", "required": true, "schema": { "type": "string" } }],
+            "requestBody": { "content": { "application/json": { "schema": {
+                "type": "object", "required": ["a"],
+                "properties": { "a": { "type": "array", "items": { "type": "object", "properties": {
+                    "b": { "type": ["string", "null"], "maxLength": 8 } } } } } } } } },
+            "responses": {
+                "202": { "description": "Asked.", "content": { "application/json": { "schema": { "$ref": "#/components/schemas/Thing" } } } },
+                "409": { "description": "conflict, gone", "content": { "application/problem+json": {} } }
+            },
+        } } },
+        "components": { "schemas": { "Thing": { "enum": ["x", 1] } } },
+    });
+    let page = Document::new("Demo", document).render();
+    for line in [
+        "### `POST /things/{id}`",
+        "- Credential: `operator` with scope `read` or `billing`, or `host`",
+        "- **202**: Asked. ([`Thing`](#demo-schema-thing))",
+        "- Errors: 409 `conflict` `gone`",
+        "| `id` | path | string |  |",
+        "| `a` | array of object, **required** |",
+        "| `a[].b` | string or null, max length 8 |",
+        "`x`, `1`",
+    ] {
+        assert!(page.lines().any(|found| found == line), "{line}\n{page}");
+    }
+}

@@ -1,0 +1,154 @@
+//! The command lines of `svcctl` and of the other applets, from their clap definitions.
+
+use clap::{Arg, Command};
+
+use svc::applets::APPLETS;
+
+use super::{Part, table};
+
+/// The applet with a page of its own.
+const OPERATORS_TOOL: &str = "svcctl";
+
+pub fn parts() -> [Part; 2] {
+    let (tool, programs): (Vec<_>, Vec<_>) = APPLETS
+        .iter()
+        .map(|applet| (applet.command)())
+        .partition(|command| command.get_name() == OPERATORS_TOOL);
+    let render_all = |commands: Vec<Command>| -> String {
+        commands
+            .into_iter()
+            .map(|mut command| {
+                command.build();
+                render(&command, None)
+            })
+            .collect()
+    };
+    [Part::new("commands svcctl", render_all(tool)), Part::new("commands programs", render_all(programs))]
+}
+
+/// The section of a command, then those of its subcommands. Global options are listed only where they are declared.
+fn render(command: &Command, parent: Option<&Command>) -> String {
+    let name = command
+        .get_display_name()
+        .map_or_else(|| command.get_name().to_owned(), |name| name.replace('-', " "));
+    let name = command.get_bin_name().map_or(name, str::to_owned);
+    let mut shown = format!("## `{name}`\n\n");
+    if let Some(about) = command.get_long_about().or(command.get_about()) {
+        shown.push_str(&format!("{}\n\n", sentence(&about.to_string())));
+    }
+    let usage = command.clone().render_usage().to_string();
+    shown.push_str(&format!("```text\n{}\n```\n\n", usage.trim_start_matches("Usage: ").trim()));
+    let is_shown = |arg: &&Arg| {
+        let is_inherited = parent.is_some() && arg.is_global_set();
+        !arg.is_hide_set() && !is_inherited && !["help", "version"].contains(&arg.get_id().as_str())
+    };
+    let rows: Vec<_> = command.get_arguments().filter(is_shown).map(row).collect();
+    if !rows.is_empty() {
+        shown.push_str(&format!("{}\n", table(["argument", "default", "meaning"], rows)));
+    }
+    if let Some(after) = command.get_after_long_help().or(command.get_after_help()) {
+        shown.push_str(&paragraphs(&after.to_string()));
+    }
+    for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help" && !sub.is_hide_set()) {
+        shown.push_str(&render(sub, Some(command)));
+    }
+    shown
+}
+
+fn row(arg: &Arg) -> [String; 3] {
+    let takes_value = arg.get_action().takes_values();
+    let values: Vec<_> = match arg.get_value_names() {
+        Some(names) if takes_value => names.iter().map(ToString::to_string).collect(),
+        _ => Vec::new(),
+    };
+    let flags =
+        [arg.get_short().map(|short| format!("-{short}")), arg.get_long().map(|long| format!("--{long}"))];
+    let flags: Vec<_> = flags.into_iter().flatten().collect();
+    let values = values.join(" ");
+    let shown = match (flags.is_empty(), values.is_empty()) {
+        (true, _) => values,
+        (false, true) => flags.join(", "),
+        (false, false) if arg.is_require_equals_set() => format!("{}[={values}]", flags.join(", ")),
+        (false, false) => format!("{} {values}", flags.join(", ")),
+    };
+    let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+    let default = match (arg.is_required_set(), takes_value && !defaults.is_empty()) {
+        (true, _) => "**required**".to_owned(),
+        (false, true) => format!("`{}`", defaults.join(",")),
+        (false, false) => "–".to_owned(),
+    };
+    let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
+    let mut meaning = sentence(&help);
+    let choices = arg.get_possible_values();
+    let choices: Vec<_> = choices.iter().filter(|one| takes_value && !one.is_hide_set()).collect();
+    if !choices.is_empty() {
+        let names: Vec<_> = choices.iter().map(|one| format!("`{}`", one.get_name())).collect();
+        meaning.push_str(&format!(" One of {}.", names.join(", ")));
+    }
+    [format!("`{shown}`"), default, meaning.trim().to_owned()]
+}
+
+/// One line that ends with a full stop. `<` would begin an HTML element.
+fn sentence(text: &str) -> String {
+    let mut line = escape(&text.split_whitespace().collect::<Vec<_>>().join(" "));
+    if !line.is_empty() && !line.ends_with(['.', ':', '`']) {
+        line.push('.');
+    }
+    line
+}
+
+/// Escapes `<` outside code.
+fn escape(line: &str) -> String {
+    let parts = line.split('`').enumerate();
+    let parts = parts.map(|(at, part)| if at % 2 == 0 { part.replace('<', "&lt;") } else { part.to_owned() });
+    parts.collect::<Vec<_>>().join("`")
+}
+
+/// The text after a command's help: examples and indented lines as code, other lines as paragraphs.
+fn paragraphs(text: &str) -> String {
+    let (mut shown, mut is_code) = (String::new(), false);
+    for line in text.trim_end().lines() {
+        let example = line.trim_start().strip_prefix("Example: ");
+        let begins_code = example.is_some() || line.starts_with("  ");
+        if begins_code != is_code {
+            let begin = if shown.is_empty() || shown.ends_with("\n\n") { "```text\n" } else { "\n```text\n" };
+            shown.push_str(if begins_code { begin } else { "```\n\n" });
+            is_code = begins_code;
+        }
+        match example {
+            Some(example) => shown.push_str(example),
+            None if is_code => shown.push_str(line.strip_prefix("  ").unwrap_or(line)),
+            None => shown.push_str(&escape(line)),
+        }
+        shown.push('\n');
+    }
+    shown.push_str(if is_code { "```\n\n" } else { "\n" });
+    shown
+}
+
+#[test]
+fn command_is_rendered_with_arguments_and_examples() {
+    let sub = Command::new("set")
+        .about("Set <it>")
+        .arg(Arg::new("user").value_name("USER").required(true).help("The user"))
+        .arg(
+            Arg::new("plan")
+                .long("plan")
+                .value_name("PLAN")
+                .default_value("max")
+                .value_parser(["max", "min"]),
+        )
+        .after_help("Prose.\n\nExample: tool set ada");
+    let mut command = Command::new("tool").subcommand(sub);
+    command.build();
+    let page = render(&command, None);
+    for line in [
+        "## `tool set`",
+        "Set &lt;it>.",
+        "| `USER` | **required** | The user. |",
+        "| `--plan PLAN` | `max` | One of `max`, `min`. |",
+        "tool set ada",
+    ] {
+        assert!(page.lines().any(|found| found == line), "{line}\n{page}");
+    }
+}

@@ -1,0 +1,182 @@
+//! The tables of environment variables, and the rules of their declarations.
+
+use std::collections::BTreeMap;
+
+use svc::host::system::root_settings::ALLOWED_FROM_OTHERS;
+use svc::host::system::vars as host;
+use svc::variable::{Preset, Section, Variable};
+
+use super::{Part, table};
+use crate::files::{File, files};
+use crate::{assert_none, source};
+
+/// Every section of every package.
+fn sections() -> impl Iterator<Item = &'static Section> {
+    let all = [
+        svc::vars::SECTIONS,
+        svc::http::vars::SECTIONS,
+        svc::store::vars::SECTIONS,
+        svc::platform::vars::SECTIONS,
+        host::SECTIONS,
+        svc::ctl::vars::SECTIONS,
+    ];
+    all.into_iter().flatten()
+}
+
+/// A part for each table. Sections of several packages that have the same id are one table.
+pub fn parts() -> Vec<Part> {
+    let mut tables: BTreeMap<&str, Vec<&Section>> = BTreeMap::new();
+    for section in sections() {
+        tables.entry(section.id).or_default().push(section);
+    }
+    tables.into_iter().map(|(id, sections)| Part::new(format!("variables {id}"), render(&sections))).collect()
+}
+
+fn render(sections: &[&Section]) -> String {
+    let first = sections[0];
+    let mut text = format!("Set in: {}.", first.source);
+    if !first.readers.is_empty() {
+        text.push_str(&format!(" Read by: {}.", programs(first.readers)));
+    }
+    text.push_str("\n\n");
+    let rows = sections.iter().flat_map(|section| section.variables).map(|variable| {
+        [
+            format!("`{}`", variable.name),
+            variable.form.to_owned(),
+            preset(variable.default),
+            meaning(variable),
+        ]
+    });
+    text + &table(["variable", "form", "default", "meaning"], rows)
+}
+
+fn preset(default: Preset) -> String {
+    match default {
+        Preset::Required => "**required**".to_owned(),
+        Preset::Unset => "–".to_owned(),
+        Preset::Value(value) => format!("`{value}`"),
+        Preset::Derived(text) => text.to_owned(),
+    }
+}
+
+/// The doc comment as one line, and what differs from the rest of the section.
+fn meaning(variable: &Variable) -> String {
+    let mut text = variable.meaning.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some(source) = variable.source {
+        text.push_str(&format!(" Set in: {source}."));
+    }
+    if let Some(readers) = variable.readers {
+        text.push_str(&format!(" Read by: {}.", programs(readers)));
+    }
+    text
+}
+
+/// Names of programs and units as code, other texts as they are.
+fn programs(names: &[&str]) -> String {
+    let shown = names.iter().map(|name| match name.contains(' ') {
+        true => (*name).to_owned(),
+        false => format!("`{name}`"),
+    });
+    shown.collect::<Vec<_>>().join(", ")
+}
+
+/// Host settings that root reads only from its own process and `update.env`, or that only services of other users
+/// read.
+const NOT_FROM_OTHERS: [&Variable; 24] = [
+    &host::BRIDGE_CHANGES_KEEP_SECONDS,
+    &host::BRIDGE_STATEMENT_TIMEOUT_MS,
+    &host::GATEWAY_AUTH,
+    &host::HEARTBEAT_SECONDS,
+    &host::IDP_AUDIENCE,
+    &host::IDP_ISSUER,
+    &host::IDP_JWKS_URL,
+    &host::POSTGRES_PASSWORD,
+    &host::REGISTER_GATEWAY_DEADLINE_SECONDS,
+    &host::REGISTER_PLATFORM_DEADLINE_SECONDS,
+    &host::SVC_BUNDLE_KEYS_SEQUENCE,
+    &host::SVC_BUNDLE_PUBLIC_KEYS,
+    &host::SVC_BUNDLE_SHA256,
+    &host::SVC_ENVIRONMENT,
+    &host::SVC_HOST_BUNDLE_URL,
+    &host::SVC_PG_BIN_DIR,
+    &host::SVC_POSTGRES_IMAGE,
+    &host::SVC_PRODUCTION,
+    &host::SVC_ROOT,
+    &host::SVC_SYSTEMCTL,
+    &host::SVC_UPDATE_HEALTH_SECONDS,
+    &host::SVC_UPDATE_SNAPSHOT_SECONDS,
+    &host::VPS_META_AT_LEAST_SECONDS,
+    &host::VPS_META_SECONDS,
+];
+
+/// Every setting of a host is in exactly one of two lists: those that root accepts from files of other users, and those
+/// that it does not.
+#[test]
+fn every_host_setting_is_judged_for_root() {
+    let accepted = ALLOWED_FROM_OTHERS.iter().map(|(variable, _)| *variable);
+    let listed: Vec<_> = accepted.chain(NOT_FROM_OTHERS).map(|variable| variable.name).collect();
+    let of_hosts = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
+    let wrong = of_hosts.flat_map(|section| section.variables).map(|variable| variable.name);
+    let wrong = wrong.filter(|name| listed.iter().filter(|one| one == &name).count() != 1);
+    let why = "must be either in ALLOWED_FROM_OTHERS of root_settings.rs or in NOT_FROM_OTHERS here";
+    assert_none(&wrong.map(|name| format!("{name} {why}")).collect::<Vec<_>>());
+}
+
+/// Programs other than our own that read a variable from a file.
+const READ_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
+
+/// Declared variables that no code uses.
+fn unread(files: &[File], declared: &[&str]) -> Vec<String> {
+    let is_code = |file: &&File| {
+        file.path.starts_with("src/") && file.path.ends_with(".rs") && !file.path.ends_with("/vars.rs")
+    };
+    let mut used: Vec<String> = Vec::new();
+    for file in files.iter().filter(is_code) {
+        let (tokens, _) = source::without_tests(&source::tokens(&source::code(&file.text)));
+        used.extend(tokens.into_iter().map(|token| token.text));
+    }
+    declared
+        .iter()
+        .filter(|name| !used.iter().any(|used| used == **name))
+        .map(|name| format!("{name} is declared, and nothing reads it"))
+        .collect()
+}
+
+#[test]
+fn every_declared_variable_is_read() {
+    let variables = sections().flat_map(|section| section.variables).map(|variable| variable.name);
+    let declared: Vec<_> = variables.filter(|name| !READ_BY_UNITS.contains(name)).collect();
+    assert_none(&unread(&files(), &declared));
+}
+
+#[test]
+fn unread_variable_is_detected() {
+    let code = File::sample("src/a.rs", "env.text(&vars::SVC_A); // SVC_B\n#[cfg(test)]\nmod t { SVC_B }");
+    let declaration = File::sample("src/vars.rs", "SVC_B: \"text\" = unset;");
+    assert_eq!(unread(&[code, declaration], &["SVC_A", "SVC_B"]).len(), 1);
+}
+
+/// systemd sets these for its services.
+const SET_BY_SYSTEMD: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
+
+/// Names in capitals that a file reads from the process environment without a declaration. `Env` takes only declared
+/// variables.
+fn undeclared(file: &File) -> Vec<String> {
+    let calls = ["env::var(\"", "env::var_os(\""];
+    let reads = calls.iter().flat_map(|call| file.text.split(*call).skip(1));
+    let names = reads.filter_map(|rest| rest.split('"').next());
+    let ours = names.filter(|name| name.contains('_') && !SET_BY_SYSTEMD.contains(name));
+    ours.map(|name| format!("{}: {name} is read without a declaration", file.path)).collect()
+}
+
+#[test]
+fn no_variable_is_read_by_a_literal_name() {
+    let sources = files().into_iter().filter(|file| file.path.starts_with("src/"));
+    assert_none(&sources.flat_map(|file| undeclared(&file)).collect::<Vec<_>>());
+}
+
+#[test]
+fn undeclared_variable_is_detected() {
+    let text = "std::env::var_os(\"SVC_A\"); std::env::var(\"PATH\"); std::env::var(\"NOTIFY_SOCKET\")";
+    assert_eq!(undeclared(&File::sample("src/a.rs", text)).len(), 1);
+}

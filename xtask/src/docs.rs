@@ -1,0 +1,32 @@
+//! `cargo xtask docs`: writes the generated parts of the pages. The test program `reference` generates them,
+//! because the tools do not link the product.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+use crate::cargo;
+
+/// The test that compares the pages, or writes them if this variable is set (`tests/reference.rs`).
+const TEST: &str = "generated_parts_of_pages_are_current";
+const REWRITE: &str = "SVC_WRITE_DOCS";
+
+/// Writes the pages, or with `check` reports those that are out of date.
+pub fn run(check: bool) -> Result<ExitCode> {
+    let mut test = cargo::command(&[
+        "test",
+        "--quiet",
+        "--package",
+        "svc",
+        "--test",
+        "reference",
+        "--",
+        "--exact",
+        TEST,
+    ]);
+    if !check {
+        test.args(["--nocapture"]).env(REWRITE, "1");
+    }
+    cargo::succeed(test)?;
+    Ok(ExitCode::SUCCESS)
+}
