@@ -32,6 +32,11 @@ fn packages_depend_only_on_those_below_them() {
 }
 
 #[test]
+fn modules_of_a_package_form_no_circle() {
+    assert_none(&edges::circles(&files()));
+}
+
+#[test]
 fn no_unwrap_outside_tests() {
     assert_none(&rules::unwraps(&files()));
 }

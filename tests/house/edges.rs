@@ -1,5 +1,7 @@
 //! The allowed imports between modules (ARCHITECTURE.md, "Edges").
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use super::{File, at, source};
 
 /// The modules of `src/host`, each with the modules that it may import.
@@ -114,6 +116,44 @@ pub fn broken(files: &[File]) -> Vec<String> {
     found
 }
 
+/// Imports that form a circle of modules directly below a package, without those of tests.
+pub fn circles(files: &[File]) -> Vec<String> {
+    // The imports of each module: the imported module, and the first place that names it.
+    let mut imports: BTreeMap<[String; 2], BTreeMap<[String; 2], String>> = BTreeMap::new();
+    let tests = source::test_modules(files);
+    for file in files {
+        let Some(module) = source::module(&file.path) else { continue };
+        let [package, name, ..] = module.as_slice() else { continue };
+        if tests.iter().any(|test| module.starts_with(test)) {
+            continue;
+        }
+        let from = imports.entry([package.clone(), name.clone()]).or_default();
+        for named in
+            source::named(&module, &source::without_tests(&source::tokens(&source::code(&file.text))).0)
+        {
+            let [there, other, ..] = named.path.as_slice() else { continue };
+            if there == package && other != name {
+                from.entry([there.clone(), other.clone()]).or_insert_with(|| at(&file.path, named.line, ""));
+            }
+        }
+    }
+    // A module that imports none of the others, or that none of them imports, is in no circle.
+    loop {
+        let before = imports.len();
+        let names: BTreeSet<_> = imports.keys().cloned().collect();
+        imports.values_mut().for_each(|others| others.retain(|other, _| names.contains(other)));
+        let imported: BTreeSet<_> = imports.values().flat_map(BTreeMap::keys).cloned().collect();
+        imports.retain(|name, others| !others.is_empty() && imported.contains(name));
+        if imports.len() == before {
+            break;
+        }
+    }
+    let found = imports.iter().flat_map(|([_, from], others)| {
+        others.iter().map(move |([_, to], place)| format!("{place}{from} imports {to} in a circle"))
+    });
+    found.collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,5 +226,20 @@ mod tests {
                 assert!(left.len() < before, "a circle among {names:?}");
             }
         }
+    }
+
+    #[test]
+    fn circle_of_modules_is_detected() {
+        let circle = [
+            File::sample("src/ctl/a.rs", "use crate::b::B;"),
+            File::sample("src/ctl/b/mod.rs", "use super::c;"),
+            File::sample("src/ctl/c.rs", "use super::a::A;"),
+            File::sample("src/ctl/d.rs", "use super::e;"),
+            File::sample("src/ctl/e.rs", "#[cfg(test)]\nmod tests { use crate::d; }"),
+        ];
+        let found = circles(&circle);
+        assert_eq!(found.len(), 3, "{found:?}");
+        assert!(found[0].starts_with("src/ctl/a.rs:1: a imports b"), "{found:?}");
+        assert_eq!(circles(&circle[1..]).len(), 0);
     }
 }
