@@ -26,6 +26,7 @@ mod probe;
 pub mod process_clock;
 pub mod rate_budget;
 pub mod rates;
+pub mod resource;
 pub mod rollouts;
 pub mod router;
 pub mod server_checks;

@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
@@ -14,9 +14,7 @@ use super::mutation::{AuditChange, Mutation, Reply};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::{self};
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, fields, named, nullable, object, text, time,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, text};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 
@@ -44,9 +42,9 @@ pub async fn handle(
     }
     let unknown_servers = async || db::unknown_servers::count(&tx, platform.config.timing.orphan_grace).await;
     let before = db::alarms::get(&tx, alarm_kind.as_str()).await?.ok_or_else(not_found)?;
-    let before = alarms::record(&before, &unknown_servers().await?);
+    let before = json!(alarms::resource(&before, &unknown_servers().await?));
     let after = alarms::release(&tx, alarm_kind).await?.ok_or_else(not_found)?;
-    let after = alarms::record(&after, &unknown_servers().await?);
+    let after = json!(alarms::resource(&after, &unknown_servers().await?));
     let reply = Reply::new(StatusCode::OK, after.clone());
     let changed = AuditChange {
         action: "alarm.release",
@@ -101,18 +99,3 @@ pub static RELEASE: Endpoint = Endpoint {
     },
     serve: || post(handle),
 };
-
-/// Schema of an alarm.
-pub fn alarm_schema() -> Value {
-    object(
-        &[
-            ("alarm", text()),
-            ("since", time()),
-            ("seenAt", time()),
-            ("detail", json!({ "type": "object" })),
-            ("releasedUntil", nullable(time())),
-            ("next", text()),
-        ],
-        &[],
-    )
-}

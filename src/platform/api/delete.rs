@@ -33,6 +33,7 @@ use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::{MachineId, OperationId};
+use svc_wire::copies::Copies;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -111,7 +112,7 @@ struct Deletion {
     operation: Option<OperationId>,
     options: OperationOptions,
     /// The copies of the slot's data before the deletion.
-    copies: Value,
+    copies: Copies,
 }
 
 async fn body(
@@ -136,9 +137,9 @@ async fn body(
         "status": machine.status,
         "registeredAt": machine.registered_at.map(rfc3339_ms),
         "deletedAt": machine.deleted_at.map(rfc3339_ms),
-        "newestSnapshotAt": deletion.copies["newestSnapshotAt"],
-        "newestSnapshotSource": deletion.copies["newestSnapshot"]["source"],
-        "snapshotProblem": deletion.copies["snapshotProblem"],
+        "newestSnapshotAt": deletion.copies.newest_snapshot_at,
+        "newestSnapshotSource": deletion.copies.newest_snapshot.as_ref().map(|newest| &newest.source),
+        "snapshotProblem": deletion.copies.snapshot_problem,
         "undeletableUntil": undeletable_until(platform, machine, deletion.options),
         "operationId": deletion.operation,
         "alsoDeleted": also,

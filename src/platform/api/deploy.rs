@@ -18,18 +18,19 @@ use super::endpoint::{
 use super::mutation::{AuditChange, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
-use crate::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
-use crate::db::{self};
+use crate::db::rollouts::{self, NewRollout, RolloutRow};
 use crate::rollouts::plan;
+use crate::{db, resource};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    DocumentedResponse, Operation, Parameter, ParameterLocation, array, fields, named, object, uuid,
+    DocumentedResponse, Operation, Parameter, ParameterLocation, fields, named, schema_of, uuid,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::RolloutId;
 use svc_machine::name::{Handle, ImageVersion};
 use svc_store::bundle::{self, BundleUnusable};
+use svc_wire::rollout::{RolloutList, RolloutState};
 
 const MAX_COUNT: u64 = 1000;
 const MAX_HANDLES: usize = 1000;
@@ -132,7 +133,7 @@ async fn create_rollout(
     };
     let id = rollouts::insert(&tx, &new).await?;
     let row = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let reply = Reply::new(StatusCode::ACCEPTED, rollouts::record(&tx, &row).await?);
+    let reply = Reply::new(StatusCode::ACCEPTED, resource::rollout::with_machines(&tx, &row).await?);
     let target = id.to_string();
     let changed = AuditChange { action: "deploy", target: &target, before: None, after: Some(&reply.body) };
     mutation.record(&tx, &reply, &changed).await?;
@@ -167,7 +168,8 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.query_fields().finish(Some(()))?;
     let session = platform.db.session().await?;
     let rollouts = rollouts::newest(&session, MAX_LISTED_ROLLOUTS).await?;
-    Ok(Json(json!({ "rollouts": rollouts })).into_response())
+    let rollouts = resource::rollout::summaries(&session, &rollouts).await?;
+    Ok(Json(RolloutList { rollouts }).into_response())
 }
 
 pub async fn show(
@@ -180,7 +182,7 @@ pub async fn show(
     let id: RolloutId = path_id("rolloutId", &id)?;
     let session = platform.db.session().await?;
     let found = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
-    Ok(Json(rollouts::record(&session, &found).await?).into_response())
+    Ok(Json(resource::rollout::with_machines(&session, &found).await?).into_response())
 }
 
 /// An operator's command to a rollout.
@@ -237,7 +239,7 @@ async fn execute_command(
         rollouts::restart_timeouts(&tx, id).await?;
     }
     let after = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let reply = Reply::new(StatusCode::OK, rollouts::record(&tx, &after).await?);
+    let reply = Reply::new(StatusCode::OK, resource::rollout::with_machines(&tx, &after).await?);
     if next == before.state {
         mutation.store(&tx, &reply).await?;
     } else {
@@ -323,15 +325,11 @@ pub static LIST: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The rollouts, without their machines.", list_schema)],
+        responses: &[documented_json(200, "The rollouts, without their machines.", schema_of::<RolloutList>)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(list),
 };
-
-fn list_schema() -> Value {
-    object(&[("rollouts", array(named("RolloutSummary")))], &[])
-}
 
 pub static SHOW: Endpoint = Endpoint {
     access: Access::Operator(READ),

@@ -4,7 +4,7 @@
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
 use http::StatusCode;
-use serde_json::Value;
+use serde::Serialize;
 
 use super::call::{ApiCall, path_id};
 use super::mutation::{AuditChange, Mutation, Reply};
@@ -98,11 +98,11 @@ impl<'a> MachineChange<'a> {
     ///
     /// # Errors
     /// `database_unavailable`.
-    pub async fn end(
+    pub async fn end<T: Serialize>(
         self,
         effect: ChangeEffect,
         status: StatusCode,
-        body: impl FnOnce(&MachineRow) -> Value,
+        body: impl FnOnce(&MachineRow) -> T,
     ) -> Result<Reply, Problem> {
         let Self { tx, machine, mutation } = self;
         let id = machine.id.to_string();

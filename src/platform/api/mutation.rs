@@ -8,7 +8,8 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use deadpool_postgres::{GenericClient, Transaction};
 use http::{HeaderValue, StatusCode};
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::call::ApiCall;
@@ -30,8 +31,8 @@ pub struct Reply {
 }
 
 impl Reply {
-    pub fn new(status: StatusCode, body: Value) -> Self {
-        Self { status, body }
+    pub fn new(status: StatusCode, body: impl Serialize) -> Self {
+        Self { status, body: json!(body) }
     }
 }
 
@@ -173,10 +174,10 @@ pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> R
     wait_for_operation(platform, operation, Duration::from_secs(seconds)).await?;
     let session = platform.db.session().await?;
     if let Some(row) = db::machines::get(&session, machine).await? {
-        reply.body["status"] = serde_json::json!(row.status);
+        reply.body["status"] = json!(row.status);
         // A resize responds with the requested type; after a failed one, respond with the actual type.
         if reply.body.get("serverType").is_some() && row.resize_to.is_none() {
-            reply.body["serverType"] = serde_json::json!(row.server_type);
+            reply.body["serverType"] = json!(row.server_type);
         }
     }
     let mut response = reply.into_response();

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
 use super::mutation::{AuditChange, Mutation, Reply};
-use super::{operation, problems, restorable, undelete};
+use super::{problems, restorable, undelete};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
@@ -145,8 +145,8 @@ async fn apply_decision(
         Decision::Abandon => abandon_operation(platform, &tx, &machine, &operation).await?,
     }
     let now = db::operations::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::OK, operation::record(&tx, &now).await?);
-    let (before, target) = (operation.record(&[]), id.to_string());
+    let reply = Reply::new(StatusCode::OK, crate::resource::operation::with_log(&tx, &now).await?);
+    let (before, target) = (json!(svc_wire::operation::Operation::from(&operation)), id.to_string());
     let after = Some(&reply.body);
     let changed = AuditChange { action: decision.action(), target: &target, before: Some(&before), after };
     mutation.record(&tx, &reply, &changed).await?;

@@ -19,17 +19,18 @@ use super::mutation::{AuditChange, Mutation, Reply};
 use crate::context::Platform;
 use crate::db;
 use crate::db::operators::{NewToken, OperatorRow};
-use crate::operators::{Operator, Scope, Scopes};
+use crate::operators::{Operator, Scopes};
 use crate::tokens;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, array, fields, matching, named, nullable, object, one_of, text,
-    time,
+    Operation, Parameter, ParameterLocation, fields, matching, named, one_of, schema_of,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperatorTokenId;
 use svc_machine::name::OperatorName;
+use svc_wire::operator::{self as wire, IssuedToken, OperatorList, Scope, TokenIssue, WhoAmI};
+use svc_wire::text::UnknownWord;
 
 const DAY_SECONDS: u64 = 86_400;
 const DEFAULT_TTL_SECONDS: u64 = 90 * DAY_SECONDS;
@@ -132,7 +133,7 @@ async fn revoke(
     }
     let before = db::operators::locked(&tx, &name).await?.ok_or_else(|| not_found(&name))?;
     let after = db::operators::revoke(&tx, &name).await?;
-    let reply = Reply::new(StatusCode::OK, after.record());
+    let reply = Reply::new(StatusCode::OK, wire::Operator::from(&after));
     if before.revoked_at.is_some() {
         mutation.store(&tx, &reply).await?;
     } else {
@@ -148,8 +149,7 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let all = db::operators::list(&session, MAX_OPERATORS).await?;
-    let records: Vec<_> = all.iter().map(OperatorRow::record).collect();
-    Ok(Json(json!({ "operators": records })).into_response())
+    Ok(Json(OperatorList { operators: all.iter().map(Into::into).collect() }).into_response())
 }
 
 async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -160,23 +160,23 @@ async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Re
         Operator::PlatformSecret => None,
         Operator::Named { name, .. } => {
             let session = platform.report_db.session().await?;
-            db::operators::get(&session, name).await?.map(|row| row.record()["expiresAt"].clone())
+            db::operators::get(&session, name).await?.map(|row| row.expires_at.into())
         }
     };
-    let body = json!({"name": operator.actor(), "scopes": operator.scopes(), "expiresAt": expires_at});
-    Ok(Json(body).into_response())
+    let (name, scopes) = (operator.actor().to_owned(), operator.scopes().texts());
+    Ok(Json(WhoAmI { name, scopes, expires_at }).into_response())
 }
 
 fn scopes(fields: &mut Fields) -> Option<Scopes> {
     let names = fields.strings("scopes", Scope::ALL.len());
-    match names.iter().map(|name| name.parse()).collect::<Result<Scopes, String>>() {
+    match names.iter().map(|name| name.parse()).collect::<Result<Scopes, UnknownWord>>() {
         Ok(scopes) if !scopes.is_empty() => Some(scopes),
         Ok(_) => {
             fields.wrong("scopes", "must name at least one scope");
             None
         }
-        Err(why) => {
-            fields.wrong("scopes", why);
+        Err(UnknownWord { words }) => {
+            fields.wrong("scopes", format!("must be one of {}", words.join(", ")));
             None
         }
     }
@@ -220,7 +220,7 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
 
 /// The response without the token, as it is stored for replays.
 fn reply(status: StatusCode, operator: &OperatorRow) -> Reply {
-    Reply::new(status, json!({"operator": operator.record(), "tokenId": operator.token_id}))
+    Reply::new(status, TokenIssue { operator: operator.into(), token_id: operator.token_id.into() })
 }
 
 fn with_token(mut reply: Reply, token: &SecretString) -> Reply {
@@ -254,34 +254,11 @@ async fn record(
     before: Option<&OperatorRow>,
     after: &OperatorRow,
 ) -> Result<(), Problem> {
-    let (before, now) = (before.map(OperatorRow::record), after.record());
+    let record = |row: &OperatorRow| json!(wire::Operator::from(row));
+    let (before, now) = (before.map(record), record(after));
     let changed =
         AuditChange { action, target: after.name.as_str(), before: before.as_ref(), after: Some(&now) };
     Ok(mutation.record(tx, reply, &changed).await?)
-}
-
-/// Schema of an operator.
-pub fn operator_schema() -> Value {
-    object(
-        &[
-            ("name", text()),
-            ("scopes", array(one_of(&Scope::ALL.map(Scope::as_str)))),
-            ("state", one_of(&["active", "expired", "revoked"])),
-            ("expiresAt", time()),
-            ("lastUsedAt", nullable(time())),
-            ("previousTokenExpiresAt", nullable(time())),
-            ("previousTokenLastUsedAt", nullable(time())),
-            ("createdAt", time()),
-            ("createdBy", text()),
-            ("rotatedAt", nullable(time())),
-            ("revokedAt", nullable(time())),
-        ],
-        &[],
-    )
-}
-
-fn issued_token_schema() -> Value {
-    object(&[("operator", named("Operator")), ("tokenId", text()), ("token", text())], &[])
 }
 
 fn seconds_schema(min: u64, max: u64) -> Value {
@@ -313,7 +290,7 @@ pub static ADD: Endpoint = Endpoint {
                 &[("ttlSeconds", seconds_schema(MIN_TTL_SECONDS, MAX_TTL_SECONDS))],
             )
         }),
-        responses: &[documented_json(201, "The operator and the token.", issued_token_schema)],
+        responses: &[documented_json(201, "The operator and the token.", schema_of::<IssuedToken>)],
         problems: &[Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(add),
@@ -329,9 +306,7 @@ pub static LIST: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The operators.", || {
-            object(&[("operators", array(named("Operator")))], &[])
-        })],
+        responses: &[documented_json(200, "The operators.", schema_of::<OperatorList>)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(list),
@@ -355,7 +330,7 @@ pub static ROTATE: Endpoint = Endpoint {
                 ],
             )
         }),
-        responses: &[documented_json(200, "The operator and the new token.", issued_token_schema)],
+        responses: &[documented_json(200, "The operator and the new token.", schema_of::<IssuedToken>)],
         problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(rotate),
@@ -387,10 +362,11 @@ pub static WHO_AM_I: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "Name, scopes, and expiry of the newest token.", || {
-            let scopes = array(one_of(&Scope::ALL.map(Scope::as_str)));
-            object(&[("name", text()), ("scopes", scopes), ("expiresAt", nullable(time()))], &[])
-        })],
+        responses: &[documented_json(
+            200,
+            "Name, scopes, and expiry of the newest token.",
+            schema_of::<WhoAmI>,
+        )],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(who_am_i),

@@ -18,7 +18,7 @@ use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::restorable::EmptyStart;
 use super::{entitlement, problems, restorable};
 use crate::context::Platform;
-use crate::db::machine_row::{MachineKind, MachineRow};
+use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, FiledOperation, MachineRequest};
@@ -36,6 +36,7 @@ use svc_machine::state::Status;
 use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{self, SnapshotUnusable};
 use svc_store::{Bucket, bundle};
+use svc_wire::machine::MachineKind;
 
 struct ProvisionRequest {
     user: IdpUserId,

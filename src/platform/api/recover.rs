@@ -19,15 +19,15 @@ use super::endpoint::{
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::restorable::EmptyStart;
-use super::{entitlement, problems, provision, restorable, shape};
+use super::{entitlement, problems, provision, restorable};
 use crate::context::Platform;
 use crate::copies;
-use crate::db::machine_row::{MachineKind, MachineRow};
+use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use crate::operations::OperationOptions;
 use axum::routing::post;
-use svc_http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
+use svc_http::openapi::{Operation, boolean, count, fields, matching, object, schema_of, uuid};
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Event, RestoreMode};
@@ -36,6 +36,7 @@ use svc_machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::Status;
 use svc_store::key::{SlotPrefix, SnapshotKey};
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_wire::machine::MachineKind;
 
 struct RecoveryRequest {
     user: IdpUserId,
@@ -202,7 +203,7 @@ async fn recover(
     let new = new.ok_or_else(|| problems::machine_not_found(&filed.machine.to_string()))?;
     let mut response_body = body(machine.id, &new, filed.operation);
     if let Some(newer) = &plan.newer {
-        response_body["newerSnapshot"] = copies::newer_record(newer);
+        response_body["newerSnapshot"] = json!(copies::newer_resource(newer));
     }
     let reply = Reply::new(StatusCode::ACCEPTED, response_body);
     let target = format!("{}/{}", request.user, request.slot);
@@ -399,7 +400,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("operationId", uuid()),
                 ],
                 // Only in the response to the request that started the recovery.
-                &[("newerSnapshot", shape::newer_snapshot())],
+                &[("newerSnapshot", schema_of::<svc_wire::copies::NewerSnapshot>())],
             )
         })],
         problems: &[

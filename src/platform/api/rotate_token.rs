@@ -15,12 +15,12 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OP
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{AuditChange, Mutation, Reply};
 use crate::context::Platform;
-use crate::db::machine_row::MachineRow;
 use crate::db::{self, upgrade_token};
 use svc_http::openapi::{Operation, count, named, object};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
+use svc_wire::machine::Machine;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -49,7 +49,7 @@ async fn rotate(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         None => ChangeEffect::Changed("token.rotate"),
     };
     upgrade_token::request_rotation(&change.tx, id).await?;
-    change.end(effect, StatusCode::OK, MachineRow::record).await
+    change.end(effect, StatusCode::OK, |after| Machine::from(after)).await
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

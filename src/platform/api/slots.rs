@@ -18,11 +18,10 @@ use crate::context::Platform;
 use crate::db::slots::{self, SlotRow};
 use crate::db::{self};
 use axum::routing;
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, array, fields, named, object, one_of, time,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, one_of, schema_of, time};
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::Slot;
+use svc_wire::slot::{Subscription, SubscriptionList};
 
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -35,9 +34,9 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply.into_response());
     }
-    let before = slots::get(&tx, &slot.user, &slot.slot).await?.map(|slot| slot.record());
+    let before = slots::get(&tx, &slot.user, &slot.slot).await?.map(|slot| json!(Subscription::from(&slot)));
     slots::put(&tx, &slot).await?;
-    let after = slot.record();
+    let after = json!(Subscription::from(&slot));
     let reply = Reply::new(StatusCode::OK, after.clone());
     let target = format!("{}/{}", slot.user, slot.slot);
     let changed =
@@ -67,8 +66,7 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     query.finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = slots::list(&session, user.as_ref()).await?;
-    let records: Vec<_> = rows.iter().map(SlotRow::record).collect();
-    Ok(Json(json!({"slots": records})).into_response())
+    Ok(Json(SubscriptionList { slots: rows.iter().map(Into::into).collect() }).into_response())
 }
 
 pub static PUT: Endpoint = Endpoint {
@@ -111,9 +109,7 @@ pub static LIST: Endpoint = Endpoint {
             about: "Only subscriptions of this user.",
         }],
         body: None,
-        responses: &[documented_json(200, "The subscriptions.", || {
-            object(&[("slots", array(named("Subscription")))], &[])
-        })],
+        responses: &[documented_json(200, "The subscriptions.", schema_of::<SubscriptionList>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || routing::get(list),

@@ -13,9 +13,9 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use serde_json::json;
 
-use self::plan::{Effect, MemberState, RolloutPace};
+use self::plan::{Effect, RolloutPace};
 use super::context::Platform;
-use super::db::rollouts::{self, RolloutRow, RolloutState, UpdateTimeouts};
+use super::db::rollouts::{self, RolloutRow, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::host_call;
 use svc_base::failpoint;
@@ -23,6 +23,7 @@ use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 use svc_http::problem::chain;
 use svc_http::request_id;
 use svc_machine::id::MachineId;
+use svc_wire::rollout::{MemberState, RolloutState};
 
 /// Fail points of a step.
 pub const POINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
@@ -151,14 +152,4 @@ async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<M
         }
     });
     futures_util::stream::iter(calls).buffer_unordered(MAX_CONCURRENT_CALLS).collect::<Vec<()>>().await;
-}
-
-/// Number of machines of a rollout by state.
-pub fn totals(states: impl IntoIterator<Item = (MemberState, u64)>) -> serde_json::Value {
-    let mut totals = json!({"waiting": 0, "asked": 0, "updated": 0, "failed": 0, "skipped": 0});
-    for (state, machines) in states {
-        let now = totals[state.as_str()].as_u64().unwrap_or(0);
-        totals[state.as_str()] = (now + machines).into();
-    }
-    totals
 }
