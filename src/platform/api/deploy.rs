@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use deadpool_postgres::GenericClient;
+use deadpool_postgres::{GenericClient, Transaction};
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, handle_name, image_version,
 };
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
 use crate::db::rollouts::{self, NewRollout, RolloutRow};
@@ -104,20 +104,31 @@ async fn create_rollout(
     request: &RolloutRequest,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    db::lock(&tx, "rollouts").await?;
-    if let Some(open) = rollouts::open(&tx).await? {
+    let outcome = mutation
+        .run(platform, async |tx| {
+            db::lock(tx, "rollouts").await?;
+            let id = insert_rollout(tx, request).await?;
+            let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
+            let rollout = json!(resource::rollout::with_machines(tx, &row).await?);
+            let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
+            let change =
+                AuditChange { action: "deploy", target: id.to_string(), before: None, after: Some(rollout) };
+            Ok(Effect::changed(reply, change))
+        })
+        .await?;
+    Ok(outcome.into_reply())
+}
+
+/// Inserts the rollout with the machines that it reaches.
+async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Result<RolloutId, Problem> {
+    if let Some(open) = rollouts::open(tx).await? {
         let problem = Problem::new(Code::Conflict, format!("Rollout {} is already running.", open.id));
         return Err(problem.with("rolloutId", json!(open.id)));
     }
-    let reachable = rollouts::reachable(&tx, request.handles.as_deref()).await?;
+    let reachable = rollouts::reachable(tx, request.handles.as_deref()).await?;
     for handle in request.handles.iter().flatten() {
         if !reachable.iter().any(|(_, of)| of == handle.as_str()) {
-            return Err(unreachable_target(&tx, handle).await?);
+            return Err(unreachable_target(tx, handle).await?);
         }
     }
     let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
@@ -131,14 +142,7 @@ async fn create_rollout(
         max_failures: whole(request.max_failures),
         machines: &machines,
     };
-    let id = rollouts::insert(&tx, &new).await?;
-    let row = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let reply = Reply::new(StatusCode::ACCEPTED, resource::rollout::with_machines(&tx, &row).await?);
-    let target = id.to_string();
-    let changed = AuditChange { action: "deploy", target: &target, before: None, after: Some(&reply.body) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    Ok(rollouts::insert(tx, &new).await?)
 }
 
 /// The problem of a handle whose machine a rollout cannot reach.
@@ -227,30 +231,25 @@ async fn execute_command(
     let id: RolloutId = path_id("rolloutId", id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
-    }
-    let before = rollouts::lock(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
-    rollouts::set_state(&tx, id, next, None).await?;
-    if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
-        rollouts::restart_timeouts(&tx, id).await?;
-    }
-    let after = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let reply = Reply::new(StatusCode::OK, resource::rollout::with_machines(&tx, &after).await?);
-    if next == before.state {
-        mutation.store(&tx, &reply).await?;
-    } else {
-        let (target, was) = (id.to_string(), json!({"state": before.state.as_str()}));
-        let is = json!({"state": next.as_str()});
-        let changed =
-            AuditChange { action: command.action(), target: &target, before: Some(&was), after: Some(&is) };
-        mutation.record(&tx, &reply, &changed).await?;
-    }
-    db::commit(tx).await?;
-    Ok(reply.into_response())
+    let outcome = mutation
+        .run(platform, async |tx| {
+            let before = rollouts::lock(tx, id).await?.ok_or_else(|| not_found(id))?;
+            let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
+            rollouts::set_state(tx, id, next, None).await?;
+            if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
+                rollouts::restart_timeouts(tx, id).await?;
+            }
+            let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
+            let reply = Reply::new(StatusCode::OK, resource::rollout::with_machines(tx, &after).await?);
+            if next == before.state {
+                return Ok(Effect::unchanged(reply));
+            }
+            let state = |state: RolloutState| Some(json!({"state": state.as_str()}));
+            let (target, before, after) = (id.to_string(), state(before.state), state(next));
+            Ok(Effect::changed(reply, AuditChange { action: command.action(), target, before, after }))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
 }
 
 fn rollout_ended(rollout: &RolloutRow) -> Problem {

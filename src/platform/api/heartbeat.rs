@@ -183,11 +183,13 @@ async fn advance_token(
     let overlap = platform.config.timing.tokens.overlap;
     upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
     let after = before.clone().advanced(generation, host.hash.clone(), overlap, Timestamp::now());
-    let (target, actor) = (id.to_string(), format!("machine:{id}"));
-    let (was, is) = (json!(wire::UpgradeToken::from(&before)), json!(wire::UpgradeToken::from(&after)));
-    let changed =
-        AuditChange { action: "token.taken_up", target: &target, before: Some(&was), after: Some(&is) };
-    mutation::write_audit(&tx, &actor, &changed).await?;
+    let change = AuditChange {
+        action: "token.taken_up",
+        target: id.to_string(),
+        before: Some(json!(wire::UpgradeToken::from(&before))),
+        after: Some(json!(wire::UpgradeToken::from(&after))),
+    };
+    mutation::write_audit(&tx, &format!("machine:{id}"), &change).await?;
     failpoint::pass("token-take-up-before-commit").map_err(|error| Problem::internal(&error))?;
     db::commit(tx).await?;
     failpoint::pass("token-take-up-after-commit").map_err(|error| Problem::internal(&error))?;

@@ -167,8 +167,12 @@ async fn replace(
     };
     let (before, after) = (audit_record(&inspection.found), json!(pointer_resource(next)));
     let name = format!("{}/{}", target.user, target.slot);
-    let changed =
-        AuditChange { action: "pointer.rebuild", target: &name, before: Some(&before), after: Some(&after) };
+    let changed = AuditChange {
+        action: "pointer.rebuild",
+        target: name.clone(),
+        before: Some(before),
+        after: Some(after),
+    };
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     mutation::write_audit(&tx, mutation.actor(), &changed).await?;

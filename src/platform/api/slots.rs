@@ -13,10 +13,9 @@ use super::endpoint::{
     Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, documented_json, idp_user_id,
     plan, slot_name,
 };
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::slots::{self, SlotRow};
-use crate::db::{self};
 use axum::routing;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, one_of, schema_of, time};
 use svc_http::problem::{Code, Problem};
@@ -29,21 +28,21 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
     let slot = parse_subscription(&call)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
-    }
-    let before = slots::get(&tx, &slot.user, &slot.slot).await?.map(|slot| json!(Subscription::from(&slot)));
-    slots::put(&tx, &slot).await?;
-    let after = json!(Subscription::from(&slot));
-    let reply = Reply::new(StatusCode::OK, after.clone());
-    let target = format!("{}/{}", slot.user, slot.slot);
-    let changed =
-        AuditChange { action: "slot.set", target: &target, before: before.as_ref(), after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply.into_response())
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            let before = slots::get(tx, &slot.user, &slot.slot).await?;
+            slots::put(tx, &slot).await?;
+            let after = Subscription::from(&slot);
+            let change = AuditChange {
+                action: "slot.set",
+                target: format!("{}/{}", slot.user, slot.slot),
+                before: before.map(|before| json!(Subscription::from(&before))),
+                after: Some(json!(after)),
+            };
+            Ok(Effect::changed(Reply::new(StatusCode::OK, after), change))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
 }
 
 fn parse_subscription(call: &ApiCall) -> Result<SlotRow, Problem> {
