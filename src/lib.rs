@@ -16,3 +16,4 @@ pub use svc_machine as machine;
 pub use svc_platform as platform;
 pub use svc_provider as provider;
 pub use svc_store as store;
+pub use svc_wire as wire;

@@ -115,7 +115,9 @@ fn problem(status: u16, code: &str, detail: &str) -> Value {
 fn record(status: &str, operation: Option<Value>) -> Value {
     json!({
         "machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
-        "status": status, "failure": null, "epoch": 1, "serverType": "cpx22", "operations": Vec::from_iter(operation),
+        "status": status, "failure": null, "epoch": 1, "restoreMode": "required", "serverType": "cpx22", "location": "nbg1",
+        "imageVersion": "v1", "httpsPort": 443, "createdAt": "2026-01-01T00:00:00.000Z",
+        "updatedAt": "2026-01-01T00:00:00.000Z", "operations": Vec::from_iter(operation),
     })
 }
 
@@ -126,7 +128,9 @@ fn operation(kind: &str, state: &str, steps: &[&str]) -> Value {
             |step| json!({"at": "2026-01-01T00:00:00.000Z", "step": step, "outcome": "done", "detail": null}),
         )
         .collect();
-    json!({"operationId": OPERATION, "machineId": MACHINE, "kind": kind, "state": state, "step": null, "attempts": 1,
+    json!({"operationId": OPERATION, "machineId": MACHINE, "kind": kind, "state": state,
+           "step": steps.last().unwrap_or(&"first"), "attempts": 1, "createdAt": "2026-01-01T00:00:00.000Z",
+           "updatedAt": "2026-01-01T00:00:00.000Z",
            "errorCode": if state == "failed" { json!("provisioning_error") } else { json!(null) }, "log": log})
 }
 
@@ -267,7 +271,10 @@ async fn json_failure_is_one_line() {
 
 #[tokio::test]
 async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
-    let backup = |key: &str| json!({"key": key, "sizeBytes": 2048, "sha256": "00", "takenAt": "2026-01-01T00:00:00.000Z", "epoch": 1, "latest": true});
+    let backup = |key: &str| {
+        json!({"key": key, "sizeBytes": 2048, "sha256": "00", "takenAt": "2026-01-01T00:00:00.000Z",
+        "verifiedAt": "2026-01-01T00:00:01.000Z", "machineId": MACHINE, "epoch": 1, "latest": true})
+    };
     let page =
         |key: &str| Reply::Json(200, json!({"latest": key, "backups": [backup(key)], "nextCursor": null}));
     let accepted =
@@ -294,8 +301,9 @@ async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
 #[tokio::test]
 async fn rollout_without_id_is_the_open_one_or_the_latest_to_show() {
     let rollout = |id: &str, state: &str| {
-        json!({"rolloutId": id, "imageVersion": "v2", "state": state, "why": null, "createdAt": "2026-01-01T00:00:00.000Z",
-               "totals": {"waiting": 0, "asked": 0, "updated": 1, "failed": 0, "skipped": 0}})
+        json!({"rolloutId": id, "imageVersion": "v2", "state": state, "why": null, "canary": 1, "batchSize": 10,
+               "maxFailures": 1, "createdAt": "2026-01-01T00:00:00.000Z", "updatedAt": "2026-01-01T00:00:00.000Z",
+               "requestId": "req-1", "totals": {"waiting": 0, "asked": 0, "updated": 1, "failed": 0, "skipped": 0}})
     };
     let page = |all: &[Value]| Reply::Json(200, json!({ "rollouts": all }));
     let one = |id: &str, state: &str| {

@@ -13,13 +13,14 @@ use svc::http::proof::ProofKeys;
 use svc::machine::epoch::Epoch;
 use svc::machine::event::RestoreMode;
 use svc::machine::state::Status;
-use svc::platform::db::machine_row::{MachineKind, MachineRow};
+use svc::platform::db::machine_row::MachineRow;
 use svc::platform::host_settings::{BundleUrl, HostSettings, MAX_EGRESS_NETWORKS};
 use svc::platform::host_store::{HostCredentials, HostStore, SessionGrant};
 use svc::platform::token_rotation::UpgradeToken;
 use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;
 use svc::store::config::{S3Config, StoreConfig};
+use svc::wire::machine::MachineKind;
 
 /// The variable input of a user-data document.
 #[derive(Clone, Debug, Serialize, Deserialize)]

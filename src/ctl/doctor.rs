@@ -12,11 +12,12 @@ use super::local::LocalChecks;
 use super::out::Out;
 use super::report;
 use super::show;
-use super::show::operator::WhoAmI;
 use super::vars;
 use svc_base::applet::Failure;
 use svc_base::config::platform_env_file;
 use svc_base::diagnosis::{self, Check, Findings, Level, Report};
+use svc_wire::fleet::Fleet;
+use svc_wire::operator::WhoAmI;
 
 /// Settings file of the platform's package.
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
@@ -105,7 +106,8 @@ async fn check_operator(api: &ApiClient) -> Findings {
     let read = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.read::<WhoAmI>());
     match read {
         Ok(me) => {
-            let mut what = format!("you are {}, with the scopes {}", me.name, me.scopes.join(", "));
+            let mut what =
+                format!("you are {}, with the scopes {}", me.name, show::operator::joined(&me.scopes, ", "));
             let expires: Option<Timestamp> = me.expires_at.as_deref().and_then(|at| at.parse().ok());
             let Some(expires) = expires else { return findings.ok(what) };
             what.push_str(&format!("; the token expires {}", expires.strftime("%Y-%m-%d %H:%M UTC")));
@@ -154,10 +156,9 @@ fn without_advice(error: &CallError) -> String {
 
 async fn check_fleet(api: &ApiClient) -> Findings {
     let findings = Findings::new("fleet");
-    let read =
-        api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<show::fleet::Fleet>());
+    let read = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<Fleet>());
     match read {
-        Ok(fleet) => fleet.findings(findings),
+        Ok(fleet) => show::fleet::findings(&fleet, findings),
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {
             findings.problem("the platform does not accept this secret", "PLATFORM_SECRET or --secret-file")
         }

@@ -9,12 +9,11 @@ use tokio::time::{Instant, sleep};
 use super::api::{ApiClient, ApiResponse};
 use super::interrupt;
 use super::progress::Progress;
-use super::show::boot::BootProgress;
-use super::show::failure::MachineFailure;
-use super::show::machine::Machine;
-use super::show::operation::Operation;
+use super::show::{boot, failure, machine as shown, operation};
 use svc_base::applet::{Exit, Failure};
 use svc_base::untrusted_text::one_line;
+use svc_wire::machine::{BootProgress, MachineDetail};
+use svc_wire::operation::Operation;
 
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
@@ -38,7 +37,7 @@ pub async fn until_settled(
     operation_id: Option<&str>,
     goal: Goal,
     within: Duration,
-) -> Result<(ApiResponse, Machine), Failure> {
+) -> Result<(ApiResponse, MachineDetail), Failure> {
     let command = command_to_follow(machine_id, operation_id);
     let followed = follow(api, machine_id, operation_id, within);
     let (response, machine) = interrupt::run_until_interrupted(&command, followed).await?;
@@ -47,7 +46,7 @@ pub async fn until_settled(
     Ok((response, machine))
 }
 
-fn operation_of<'a>(machine: &'a Machine, id: Option<&str>) -> Option<&'a Operation> {
+fn operation_of<'a>(machine: &'a MachineDetail, id: Option<&str>) -> Option<&'a Operation> {
     id.and_then(|id| machine.operations.iter().find(|operation| operation.operation_id == id))
 }
 
@@ -56,7 +55,7 @@ async fn follow(
     machine_id: &str,
     operation_id: Option<&str>,
     within: Duration,
-) -> Result<(ApiResponse, Machine), Failure> {
+) -> Result<(ApiResponse, MachineDetail), Failure> {
     let mut clock = PollTimer::start(within);
     let mut reporter = ProgressReporter::new();
     loop {
@@ -85,7 +84,7 @@ async fn follow(
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
-) -> Result<Result<(ApiResponse, Machine), String>, Failure> {
+) -> Result<Result<(ApiResponse, MachineDetail), String>, Failure> {
     match api.poll(&["vps", machine_id], &[]).await {
         Ok(response) => {
             let machine = response.read()?;
@@ -127,7 +126,7 @@ fn timeout_error(machine_id: &str, operation_id: Option<&str>, within: Duration)
     anyhow!("not ended after {} s; the operation continues\n  next: `{command}`", within.as_secs())
 }
 
-fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
+fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
     let ended = operation.is_none_or(|operation| operation.state != "running");
     let moving = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
     // A failed operation may leave a transitional status permanently.
@@ -135,9 +134,9 @@ fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
 }
 
 /// The activity of a machine during an operation, or else its state.
-fn activity(machine: &Machine, operation: Option<&Operation>) -> String {
+fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let under_way = operation.filter(|operation| operation.is_under_way());
-    let is_coming_back = machine.failure.as_ref().is_some_and(MachineFailure::is_reinstating)
+    let is_coming_back = machine.failure.as_ref().is_some_and(failure::is_reinstating)
         && machine.state_word() == "failed"
         && operation.is_none_or(Operation::is_under_way);
     match under_way.map(|operation| operation.kind.as_str()) {
@@ -147,21 +146,24 @@ fn activity(machine: &Machine, operation: Option<&Operation>) -> String {
         Some("delete") => "is being deleted".to_owned(),
         Some("reinstate") => "is being reinstated".to_owned(),
         _ if is_coming_back => "is being reinstated".to_owned(),
-        _ if machine.shown_state() == "off" => "is powered off".to_owned(),
-        _ => format!("is {}", machine.shown_state()),
+        _ if shown::shown_state(machine) == "off" => "is powered off".to_owned(),
+        _ => format!("is {}", shown::shown_state(machine)),
     }
 }
 
 /// The error with an operation's question and the commands that response it.
 fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
-    let answers = operation.answers().join("\n        or ");
-    anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.noun())
+    let answers = operation::answers(operation).join("\n        or ");
+    anyhow!(
+        "the {} waits for your decision: {question}\n  next: either {answers}",
+        operation::kind_noun(&operation.kind)
+    )
 }
 
 async fn check_result(
     api: &ApiClient,
-    machine: &Machine,
+    machine: &MachineDetail,
     operation: Option<&Operation>,
 ) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
@@ -173,17 +175,23 @@ async fn check_result(
         (None, state) => format!("is {state}"),
         (Some(operation), _) => {
             let code = operation.error_code.as_deref().map(|code| format!(" ({code})")).unwrap_or_default();
-            format!("is {}: its {} {}{code}", machine.state_word(), operation.noun(), ended_word(operation))
+            format!(
+                "is {}: its {} {}{code}",
+                machine.state_word(),
+                operation::kind_noun(&operation.kind),
+                ended_word(operation)
+            )
         }
     };
     let id = &machine.machine_id;
-    let why = machine.failure.as_ref().map(|failure| format!("; {}", failure.line())).unwrap_or_default();
+    let why =
+        machine.failure.as_ref().map(|failure| format!("; {}", failure::line(failure))).unwrap_or_default();
     let (serves, next) = match (SlotHolder::of_slot(api, machine).await?, &machine.failure) {
         (Some(holder), failure) => {
-            let advice = failure.as_ref().and_then(|failure| failure.restore_advice(machine));
+            let advice = failure.as_ref().and_then(|failure| failure::restore_advice(failure, machine));
             (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
         }
-        (None, Some(failure)) => (String::new(), failure.advice(machine)),
+        (None, Some(failure)) => (String::new(), failure::advice(failure, machine)),
         (None, None) => (String::new(), format!("`svcctl status {id}` shows its operations")),
     };
     let error = anyhow!("machine {id} {ended}{why}{serves}\n  next: {next}");
@@ -198,11 +206,11 @@ fn ended_word(operation: &Operation) -> &str {
 }
 
 /// The machine that holds the slot after another one failed.
-struct SlotHolder(Machine);
+struct SlotHolder(MachineDetail);
 
 impl SlotHolder {
     /// `None` if the machine holds its slot itself, no machine does, or the platform does not say.
-    async fn of_slot(api: &ApiClient, machine: &Machine) -> Result<Option<Self>, Failure> {
+    async fn of_slot(api: &ApiClient, machine: &MachineDetail) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
         Ok(poll_machine(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
@@ -212,11 +220,11 @@ impl SlotHolder {
         let id = &self.0.machine_id;
         match (self.0.state_word(), self.0.failure.as_ref()) {
             ("running", _) => format!("machine {id} serves the slot now"),
-            (_, Some(failure)) if failure.is_reinstating() => {
+            (_, Some(failure)) if failure::is_reinstating(failure) => {
                 format!("machine {id} has the slot; its server is being powered on")
             }
             (_, Some(failure)) => {
-                format!("machine {id} has the slot and has failed: {}", failure.line())
+                format!("machine {id} has the slot and has failed: {}", failure::line(failure))
             }
             (state, None) => format!("machine {id} has the slot; it is {state}"),
         }
@@ -250,23 +258,25 @@ impl ProgressReporter {
         }
     }
 
-    fn report(&mut self, machine: &Machine, operation: Option<&Operation>) {
+    fn report(&mut self, machine: &MachineDetail, operation: Option<&Operation>) {
         self.has_error = false;
         let mut lines: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
-            let (entries, last) = operation.entries_after(self.last_entry);
-            let entries = entries.into_iter().filter(|entry| entry.should_show());
+            let (entries, last) = operation::lines_after(operation, self.last_entry);
+            let entries = entries.into_iter().filter(|entry| operation::should_show(entry));
             lines.extend(
-                entries.map(|entry| (entry.at.as_str(), operation.line(self.progress.view(), entry))),
+                entries.map(|entry| {
+                    (entry.at.as_str(), operation::line(self.progress.view(), operation, entry))
+                }),
             );
             self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
         // A resize boots a machine whose first boot was long before.
-        let earlier =
-            |at: &str| operation.and_then(|o| o.created_at.as_deref()).is_some_and(|from| at < from);
+        let earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
         for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
-            let at = operation.map_or_else(|| stage.at.clone(), |operation| operation.offset(&stage.at));
+            let at = operation
+                .map_or_else(|| stage.at.to_string(), |operation| operation::offset(operation, &stage.at));
             lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
         self.stages = stages.len();
@@ -288,14 +298,19 @@ impl ProgressReporter {
                 && machine.boot.as_ref().is_none_or(|boot| boot.stage == progress.stage)
         };
         let progress = machine.boot_progress.as_ref().filter(is_current);
-        let tens = progress.and_then(BootProgress::percent).unwrap_or_default() / 10;
+        let tens = progress.and_then(boot::percent).unwrap_or_default() / 10;
         if let Some(progress) = progress.filter(|_| tens > self.tens) {
-            self.progress.print_line(&format!("{:>9}  boot: {} {}", "", progress.stage, progress.line()));
+            self.progress.print_line(&format!(
+                "{:>9}  boot: {} {}",
+                "",
+                progress.stage,
+                boot::progress_line(progress)
+            ));
         }
         self.tens = tens;
-        let step = operation.and_then(|operation| operation.step.as_deref()).unwrap_or(machine.state_word());
+        let step = operation.map_or(machine.state_word(), |operation| &operation.step);
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
-        let far = progress.map(|progress| format!(" {}", progress.line())).unwrap_or_default();
+        let far = progress.map(|progress| format!(" {}", boot::progress_line(progress))).unwrap_or_default();
         let boot = boot.map(|boot| format!(", boot: {}{far}", boot.stage)).unwrap_or_default();
         self.progress.set_message(format!("{step}{boot}"));
     }

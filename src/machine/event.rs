@@ -14,6 +14,8 @@ pub enum RestoreMode {
 }
 
 impl RestoreMode {
+    pub const ALL: [Self; 2] = [Self::Required, Self::Empty];
+
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Required => "required",

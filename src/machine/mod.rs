@@ -8,7 +8,6 @@ pub mod id;
 pub mod name;
 pub mod operation;
 pub mod plan;
-pub mod rollout;
 pub mod state;
 pub mod transition;
 

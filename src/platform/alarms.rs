@@ -14,9 +14,9 @@ use super::context::Platform;
 use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
-use svc_base::clock::rfc3339_ms;
 use svc_http::problem::chain;
 use svc_provider::{ErrorKind, ProviderError};
+use svc_wire::alarm as wire;
 
 /// How long a released fuse allows work. Unknown servers are released individually instead.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
@@ -251,20 +251,21 @@ pub fn limit(live: usize) -> usize {
 }
 
 /// The alarm as the fleet view shows it.
-pub fn record(row: &AlarmRow, unknown: &UnknownServers) -> Value {
+pub fn resource(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
     let known: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match known {
         Some(Alarm::UnknownServers) => unknown.released_until(),
         _ => row.released_until,
     };
-    json!({
-        "alarm": row.alarm,
-        "since": rfc3339_ms(row.since),
-        "seenAt": rfc3339_ms(row.seen_at),
-        "detail": row.detail,
-        "releasedUntil": released_until.map(rfc3339_ms),
-        "next": known.map_or_else(|| "an alarm of a newer release".to_owned(), |alarm| next_step(alarm, released_until, unknown)),
-    })
+    let next = known.map(|alarm| next_step(alarm, released_until, unknown));
+    wire::Alarm {
+        alarm: row.alarm.clone(),
+        since: row.since.into(),
+        seen_at: row.seen_at.into(),
+        detail: row.detail.as_object().cloned().unwrap_or_default().into_iter().collect(),
+        released_until: released_until.map(Into::into),
+        next: next.unwrap_or_else(|| "an alarm of a newer release".to_owned()),
+    }
 }
 
 /// What an operator should do about an alarm now, or what its release has allowed.
@@ -298,9 +299,9 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<Value>, DbError> {
+pub async fn active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<wire::Alarm>, DbError> {
     let unknown = db::unknown_servers::count(client, timing.orphan_grace).await?;
-    Ok(db::alarms::active(client).await?.iter().map(|row| record(row, &unknown)).collect())
+    Ok(db::alarms::active(client).await?.iter().map(|row| resource(row, &unknown)).collect())
 }
 
 #[cfg(test)]

@@ -4,10 +4,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde_json::{Value, json};
-
 use super::db::fleet::FleetRow;
+use svc_machine::name::Handle;
 use svc_store::bundle::{MAX_KEYS, TrustedKeys};
+use svc_wire::fleet::{BundleKey, BundleKeys};
+use svc_wire::text::Text;
 
 /// Maximum handles listed per key; the total counts all machines.
 const MAX_HANDLES: usize = 20;
@@ -19,7 +20,7 @@ const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
 ///
 /// `sequence` is `BUNDLE_KEYS_SEQUENCE`: a host with a later set shows that the variable was not raised with a
 /// release, so that new hosts start with an earlier set.
-pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Value {
+pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> BundleKeys {
     // A booting machine has the keys of its user-data, and reports them once it runs.
     let booted: Vec<&FleetRow> =
         rows.iter().filter(|row| !matches!(row.status.as_str(), "provisioning" | "recovering")).collect();
@@ -38,17 +39,20 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Va
         .filter(|(_, reported)| *reported > i64::from(sequence))
         .collect();
     let own = configured.ids();
-    let keys: Vec<Value> =
-        listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
-    json!({
-        "keys": keys,
-        "notReporting": silent.len(),
-        "notReportingHandles": silent.iter().take(MAX_HANDLES).collect::<Vec<_>>(),
-        "sequence": sequence,
-        "highestSequence": ahead.iter().map(|(_, reported)| *reported).max(),
-        "ahead": ahead.len(),
-        "aheadHandles": ahead.iter().take(MAX_HANDLES).map(|(handle, _)| handle).collect::<Vec<_>>(),
-    })
+    let keys = listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
+    BundleKeys {
+        keys,
+        not_reporting: silent.len() as u64,
+        not_reporting_handles: listed_handles(silent.iter()),
+        sequence: sequence.into(),
+        highest_sequence: ahead.iter().map(|(_, reported)| reported.unsigned_abs()).max(),
+        ahead: ahead.len() as u64,
+        ahead_handles: listed_handles(ahead.iter().map(|(handle, _)| handle)),
+    }
+}
+
+fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<Text<Handle>> {
+    handles.take(MAX_HANDLES).map(|handle| Text::stored(*handle)).collect()
 }
 
 /// The keys with an entry, at most [`MAX_LISTED_KEYS`]: each entry reads every row.
@@ -67,23 +71,24 @@ fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Ve
     counts.into_iter().map(|(id, _)| id).collect()
 }
 
-fn key_entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> Value {
+fn key_entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> BundleKey {
     let (with, without): (Vec<_>, Vec<_>) = reporting.iter().partition(|(_, ids)| ids.contains(id));
-    let handles = |machines: &[&(&str, BTreeSet<&str>)]| -> Vec<String> {
-        machines.iter().take(MAX_HANDLES).map(|(handle, _)| (*handle).to_owned()).collect()
-    };
-    json!({
-        "keyId": id,
-        "isConfigured": configured.iter().any(|own| own == id),
-        "trusting": with.len(),
-        "trustingHandles": handles(&with),
-        "notTrusting": without.len(),
-        "notTrustingHandles": handles(&without),
-    })
+    let handles =
+        |machines: &[&(&str, BTreeSet<&str>)]| listed_handles(machines.iter().map(|(handle, _)| handle));
+    BundleKey {
+        key_id: id.to_owned(),
+        is_configured: configured.iter().any(|own| own == id),
+        trusting: with.len() as u64,
+        trusting_handles: handles(&with),
+        not_trusting: without.len() as u64,
+        not_trusting_handles: handles(&without),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::fleet::tests::healthy_row;
 
@@ -123,24 +128,23 @@ mod tests {
             "notReportingHandles": ["dan"],
             "sequence": 1, "highestSequence": null, "ahead": 0, "aheadHandles": [],
         });
-        assert_eq!(seen, expected);
+        assert_eq!(json!(seen), expected);
     }
 
     #[test]
     fn summary_names_hosts_ahead_of_configured_sequence() {
         let seen = summary(&[row("ada", Some(&[OLD])), row("bob", None)], &TrustedKeys::default(), 0);
-        let found = ["sequence", "highestSequence", "ahead", "aheadHandles"].map(|name| seen[name].clone());
-        assert_eq!(found, [json!(0), json!(1), json!(1), json!(["ada"])]);
+        assert_eq!((seen.sequence, seen.highest_sequence, seen.ahead), (0, Some(1), 1));
+        assert_eq!(json!(seen.ahead_handles), json!(["ada"]));
     }
 
     #[test]
     fn keys_and_handles_are_bounded() {
         let rows: Vec<FleetRow> = (0..200).map(|n| row("ada", Some(&[&format!("{n:016x}")]))).collect();
         let seen = summary(&rows, &TrustedKeys::default(), 0);
-        let keys = seen["keys"].as_array().unwrap();
-        assert_eq!(keys.len(), MAX_LISTED_KEYS);
-        assert_eq!(keys[0]["notTrusting"], 199);
-        assert_eq!(keys[0]["notTrustingHandles"].as_array().unwrap().len(), MAX_HANDLES);
+        assert_eq!(seen.keys.len(), MAX_LISTED_KEYS);
+        assert_eq!(seen.keys[0].not_trusting, 199);
+        assert_eq!(seen.keys[0].not_trusting_handles.len(), MAX_HANDLES);
         let reporting: Vec<_> = rows
             .iter()
             .filter_map(|row| row.bundle_keys.as_ref())

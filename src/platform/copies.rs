@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
-use serde_json::{Value, json};
 
 use super::config::Timing;
 use super::db::kept_servers::KeptServerRow;
@@ -24,6 +23,7 @@ use svc_store::key::{self, SlotPrefix};
 use svc_store::newer_snapshot;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_wire::copies::{self as wire, KeptReason, SnapshotSource};
 
 /// Timeout of finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -88,7 +88,7 @@ fn reported_by(machine: &MachineRow) -> Option<NewestSnapshot> {
 
 impl Copies {
     /// The copies with the store's newest snapshot or, after a timeout, the newest reported one.
-    pub async fn with_snapshot(&self, bucket: &Bucket) -> Value {
+    pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
         let named = tokio::time::timeout_at(deadline, snapshot::latest(bucket, &slot)).await;
@@ -111,38 +111,40 @@ impl Copies {
             }
             Err(_) => (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned())),
         };
-        let mut record = self.record(newest.as_ref(), problem.as_deref());
-        record["newerSnapshot"] = newer.as_ref().map_or(Value::Null, newer_record);
-        record["unrestoredSnapshot"] = self
-            .unrestored
-            .as_deref()
-            .map_or(Value::Null, |key| json!({"key": key, "takenAt": key::taken_at(key).map(rfc3339_ms)}));
-        record
-    }
-
-    fn record(&self, newest: Option<&NewestSnapshot>, problem: Option<&str>) -> Value {
-        let snapshot = newest.map(|newest| {
-            json!({
-                "takenAt": rfc3339_ms(newest.taken_at),
-                "machineId": newest.machine,
-                "key": newest.key,
-                "source": if newest.key.is_some() { "store" } else { "reported" },
-            })
-        });
-        json!({
-            "live": self.live.as_ref().map(live_record),
-            "kept": self.kept.iter().map(kept_record).collect::<Vec<_>>(),
-            "newestSnapshotAt": newest.map(|newest| rfc3339_ms(newest.taken_at)),
-            "newestSnapshot": snapshot,
-            "snapshotProblem": problem,
-            "exposedSeconds": self.live.as_ref().map(|live| unsaved_seconds(live, newest, self.now)),
-        })
+        wire::Copies {
+            live: self.live.as_ref().map(live_server),
+            kept: self.kept.iter().map(kept_server).collect(),
+            newest_snapshot_at: newest.as_ref().map(|newest| newest.taken_at.into()),
+            newest_snapshot: newest.as_ref().map(newest_snapshot),
+            snapshot_problem: problem,
+            exposed_seconds: self.live.as_ref().map(|live| unsaved_seconds(live, newest.as_ref(), self.now)),
+            newer_snapshot: newer.as_ref().map(newer_resource),
+            unrestored_snapshot: self.unrestored.as_deref().map(unrestored_snapshot),
+        }
     }
 }
 
-/// `newerSnapshot` in the API's format.
-pub fn newer_record(side: &SideRecord) -> Value {
-    json!({"takenAt": rfc3339_ms(side.taken_at), "machineId": side.machine_id, "key": side.key})
+fn newest_snapshot(newest: &NewestSnapshot) -> wire::NewestSnapshot {
+    let source = if newest.key.is_some() { SnapshotSource::Store } else { SnapshotSource::Reported };
+    wire::NewestSnapshot {
+        taken_at: newest.taken_at.into(),
+        machine_id: newest.machine.into(),
+        key: newest.key.clone(),
+        source: source.into(),
+    }
+}
+
+fn unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
+    wire::UnrestoredSnapshot { key: key.to_owned(), taken_at: key::taken_at(key).map(Into::into) }
+}
+
+/// A complete snapshot that the pointer does not name, as the API shows it.
+pub fn newer_resource(side: &SideRecord) -> wire::NewerSnapshot {
+    wire::NewerSnapshot {
+        taken_at: side.taken_at.into(),
+        machine_id: side.machine_id.into(),
+        key: side.key.clone(),
+    }
 }
 
 /// [`newer_snapshot::find`] with a deadline; `None` also if the store is unavailable.
@@ -183,36 +185,37 @@ fn no_snapshot_in_store(reported: &NewestSnapshot) -> String {
     )
 }
 
-fn live_record(machine: &MachineRow) -> Value {
-    json!({
-        "machineId": machine.id,
-        "providerServerId": machine.provider_server_id.map(|id| id.to_string()),
-        "missingSince": machine.server_missing_since.map(rfc3339_ms),
-    })
+fn live_server(machine: &MachineRow) -> wire::LiveServer {
+    wire::LiveServer {
+        machine_id: machine.id.into(),
+        provider_server_id: machine.provider_server_id.map(|id| id.to_string()),
+        missing_since: machine.server_missing_since.map(Into::into),
+    }
 }
 
-fn kept_record(row: &KeptServerRow) -> Value {
-    json!({
-        "machineId": row.machine,
-        "providerServerId": row.server.to_string(),
-        "reason": if row.is_deleted { "deleted" } else { "replaced" },
+fn kept_server(row: &KeptServerRow) -> wire::KeptServer {
+    let reason = if row.is_deleted { KeptReason::Deleted } else { KeptReason::Replaced };
+    wire::KeptServer {
+        machine_id: row.machine.into(),
+        provider_server_id: Some(row.server.to_string()),
+        reason: reason.into(),
         // Its retention does not apply: it is deleted when that operation has switched it off.
-        "until": row.until.filter(|_| row.deleted_by.is_none()).map(rfc3339_ms),
-        "deletedBy": row.deleted_by,
-        "unsavedSince": row.unsaved_since.map(rfc3339_ms),
-        "missingSince": row.missing_since.map(rfc3339_ms),
-        "removalAbandonedAt": row.removal_abandoned_at.map(rfc3339_ms),
-    })
+        until: row.until.filter(|_| row.deleted_by.is_none()).map(Into::into),
+        deleted_by: row.deleted_by.map(Into::into),
+        unsaved_since: row.unsaved_since.map(Into::into),
+        missing_since: row.missing_since.map(Into::into),
+        removal_abandoned_at: row.removal_abandoned_at.map(Into::into),
+    }
 }
 
 /// Seconds of writes to the serving machine that no snapshot may hold. A snapshot of another machine may lack what
 /// this one wrote since its own last one.
-fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> i64 {
+fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
     let own = live.backup_taken_at.or(live.registered_at);
     let since = match newest {
         Some(newest) if newest.machine == live.id => Some(newest.taken_at),
         Some(newest) => own.map(|own| own.min(newest.taken_at)).or(Some(newest.taken_at)),
         None => live.registered_at,
     };
-    now.duration_since(since.unwrap_or(now)).as_secs().max(0)
+    now.duration_since(since.unwrap_or(now)).as_secs().max(0).unsigned_abs()
 }

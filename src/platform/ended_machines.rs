@@ -1,39 +1,47 @@
 //! Machines out of service in the fleet view, pure: those that need a person join the attention list.
 
-use serde_json::{Value, json};
-
 use super::db::ended_machines::EndedMachineRow;
-use super::fleet::MAX_LISTED;
+use super::fleet::{FleetSummary, MAX_LISTED};
+use svc_wire::fleet::{Ended, MachineInNeed};
+use svc_wire::text::Text;
 
 /// Puts them before the active machines of a fleet's summary, since data or a decision depends on each.
-pub fn add_to(summary: &mut Value, ended: &[EndedMachineRow]) {
-    let total = summary["attentionTotal"].as_u64().unwrap_or_default();
-    summary["attentionTotal"] = (total + ended.len() as u64).into();
-    if let Some(attention) = summary["attention"].as_array_mut() {
-        attention.splice(0..0, ended.iter().map(entry));
-        attention.truncate(MAX_LISTED);
-    }
+pub fn add_to(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
+    summary.attention_total += ended.len() as u64;
+    summary.attention.splice(0..0, ended.iter().map(entry));
+    summary.attention.truncate(MAX_LISTED);
 }
 
-fn entry(row: &EndedMachineRow) -> Value {
+fn entry(row: &EndedMachineRow) -> MachineInNeed {
     let reasons: Vec<_> = [
         (row.waiting_operation.is_some(), "operation_waiting"),
         (row.has_unsaved_changes, "unsaved_changes"),
         (row.is_removal_abandoned, "removal_abandoned"),
     ]
     .into_iter()
-    .filter_map(|(holds, reason)| holds.then_some(reason))
+    .filter(|(holds, _)| *holds)
+    .map(|(_, reason)| reason.to_owned())
     .collect();
-    json!({
-        "machineId": row.machine, "idpUserId": row.user, "slot": row.slot, "handle": row.handle, "status": row.status,
-        "reasons": reasons, "ended": if row.is_deleted { "deleted" } else { "replaced" },
-        "operationId": row.waiting_operation,
-    })
+    let ended = if row.is_deleted { Ended::Deleted } else { Ended::Replaced };
+    MachineInNeed {
+        machine_id: row.machine.into(),
+        idp_user_id: Text::stored(&row.user),
+        slot: Text::stored(&row.slot),
+        handle: Text::stored(&row.handle),
+        status: Text::stored(&row.status),
+        reasons,
+        ended: Some(ended.into()),
+        operation_id: row.waiting_operation.map(Into::into),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::db::fleet::FleetRow;
+    use crate::fleet::{summarize, tests::healthy_row};
     use svc_machine::id::{MachineId, OperationId};
 
     fn row() -> EndedMachineRow {
@@ -50,9 +58,16 @@ mod tests {
         }
     }
 
+    /// A fleet whose only active machine needs attention.
+    fn summary() -> FleetSummary {
+        let failing = FleetRow { database: Some("failing".to_owned()), ..healthy_row() };
+        summarize(&[failing], Duration::MAX)
+    }
+
     #[test]
     fn ended_machines_come_first_and_are_counted() {
-        let mut summary = json!({"attention": [{"machineId": "active"}], "attentionTotal": 7});
+        let mut summary = summary();
+        let active = summary.attention[0].machine_id.clone();
         let waiting = EndedMachineRow {
             is_deleted: true,
             has_unsaved_changes: false,
@@ -61,23 +76,20 @@ mod tests {
             ..row()
         };
         add_to(&mut summary, &[row(), waiting]);
-        assert_eq!(summary["attentionTotal"], 9);
-        let shown = summary["attention"].as_array().unwrap();
-        assert_eq!(
-            (&shown[0]["reasons"], &shown[0]["ended"]),
-            (&json!(["unsaved_changes"]), &json!("replaced"))
-        );
-        assert_eq!(shown[1]["reasons"], json!(["operation_waiting", "removal_abandoned"]));
-        assert_eq!(shown[1]["ended"], "deleted");
-        assert!(shown[1]["operationId"].is_string());
-        assert_eq!(shown[2]["machineId"], "active");
+        assert_eq!(summary.attention_total, 3);
+        let [replaced, deleted, last] = &summary.attention[..] else { panic!("{}", summary.attention.len()) };
+        assert_eq!(replaced.reasons, ["unsaved_changes"]);
+        assert!(replaced.ended.as_ref().is_some_and(|ended| ended.is(Ended::Replaced)));
+        assert_eq!(deleted.reasons, ["operation_waiting", "removal_abandoned"]);
+        assert!(deleted.ended.as_ref().is_some_and(|ended| ended.is(Ended::Deleted)));
+        assert!(deleted.operation_id.is_some());
+        assert_eq!(last.machine_id, active);
     }
 
     #[test]
     fn list_stays_bounded_while_total_counts_all() {
-        let mut summary = json!({"attention": [{"machineId": "active"}], "attentionTotal": 1});
+        let mut summary = summary();
         add_to(&mut summary, &vec![row(); MAX_LISTED]);
-        assert_eq!(summary["attention"].as_array().map(Vec::len), Some(MAX_LISTED));
-        assert_eq!(summary["attentionTotal"], MAX_LISTED + 1);
+        assert_eq!((summary.attention.len(), summary.attention_total), (MAX_LISTED, MAX_LISTED as u64 + 1));
     }
 }

@@ -5,11 +5,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use serde_json::{Value, json};
-
 use super::db::fleet::FleetRow;
 use svc_machine::state::Status;
 use svc_store::bucket::is_unusable_pointer;
+use svc_wire::fleet::{BackupAges, MachineInNeed, Totals};
+use svc_wire::text::Text;
 
 /// Hosts send a heartbeat every 30 s; a silence of this many seconds is no coincidence.
 const SILENT_SECONDS: f64 = 120.0;
@@ -62,47 +62,58 @@ fn is_ok(part: Option<&str>) -> bool {
     part == Some("ok")
 }
 
-/// The body of `GET /vps/fleet`, without its time.
-pub fn summarize(rows: &[FleetRow], token_rotation: Duration) -> Value {
-    let mut by_status: BTreeMap<&str, usize> =
-        Status::ALL.iter().map(|status| (status.as_str(), 0)).collect();
-    let mut by_version: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut by_health: BTreeMap<&str, usize> =
-        Health::ALL.iter().map(|health| (health.as_str(), 0)).collect();
+/// The part of `GET /vps/fleet` about machines.
+pub struct FleetSummary {
+    pub totals: Totals,
+    pub backups: BackupAges,
+    /// At most [`MAX_LISTED`].
+    pub attention: Vec<MachineInNeed>,
+    /// The number of all of them.
+    pub attention_total: u64,
+}
+
+/// Summarizes the active machines.
+pub fn summarize(rows: &[FleetRow], token_rotation: Duration) -> FleetSummary {
+    let zero = |word: &str| (word.to_owned(), 0);
+    let mut by_status: BTreeMap<String, u64> =
+        Status::ALL.iter().map(|status| zero(status.as_str())).collect();
+    let mut by_image_version: BTreeMap<String, u64> = BTreeMap::new();
+    let mut by_health: BTreeMap<String, u64> =
+        Health::ALL.iter().map(|health| zero(health.as_str())).collect();
     let mut attention = Vec::new();
     for row in rows {
-        *by_status.entry(&row.status).or_default() += 1;
-        *by_version.entry(&row.image_version).or_default() += 1;
-        *by_health.entry(Health::of(row).as_str()).or_default() += 1;
+        *by_status.entry(row.status.clone()).or_default() += 1;
+        *by_image_version.entry(row.image_version.clone()).or_default() += 1;
+        *by_health.entry(Health::of(row).as_str().to_owned()).or_default() += 1;
         let reasons = reasons(row, token_rotation);
         if !reasons.is_empty() {
-            attention.push(json!({
-                "machineId": row.machine, "idpUserId": row.user, "slot": row.slot, "handle": row.handle,
-                "status": row.status, "reasons": reasons, "operationId": row.waiting_operation,
-            }));
+            attention.push(MachineInNeed {
+                machine_id: row.machine.into(),
+                idp_user_id: Text::stored(&row.user),
+                slot: Text::stored(&row.slot),
+                handle: Text::stored(&row.handle),
+                status: Text::stored(&row.status),
+                reasons,
+                ended: None,
+                operation_id: row.waiting_operation.map(Into::into),
+            });
         }
     }
-    let total = attention.len();
+    let attention_total = attention.len() as u64;
     attention.truncate(MAX_LISTED);
-    json!({
-        "totals": {
-            "machines": rows.len(), "byStatus": by_status, "byImageVersion": by_version, "byHealth": by_health,
-        },
-        "backups": backups(rows),
-        "attention": attention,
-        "attentionTotal": total,
-    })
+    let totals = Totals { machines: rows.len() as u64, by_status, by_image_version, by_health };
+    FleetSummary { totals, backups: backups(rows), attention, attention_total }
 }
 
 /// Covers the machines that hold data: those that run or have run.
-fn backups(rows: &[FleetRow]) -> Value {
+fn backups(rows: &[FleetRow]) -> BackupAges {
     let with_data = || rows.iter().filter(|row| !is_booting(row));
     let mut ages: Vec<f64> = with_data().filter_map(|row| row.backup_age).collect();
     ages.sort_by(f64::total_cmp);
-    let never = with_data().filter(|row| row.backup_age.is_none()).count();
+    let never = with_data().filter(|row| row.backup_age.is_none()).count() as u64;
     let whole = |age: &f64| age.max(0.0) as u64;
     let median = ages.len().checked_sub(1).and_then(|last| ages.get(last / 2));
-    json!({"maxAgeSeconds": ages.last().map(whole), "p50AgeSeconds": median.map(whole), "never": never})
+    BackupAges { max_age_seconds: ages.last().map(whole), p50_age_seconds: median.map(whole), never }
 }
 
 fn is_booting(row: &FleetRow) -> bool {
@@ -165,6 +176,8 @@ fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
 
 #[cfg(test)]
 pub mod tests {
+    use serde_json::json;
+
     use super::*;
     use svc_machine::id::{MachineId, OperationId};
 
@@ -284,18 +297,14 @@ pub mod tests {
         rows[3].heartbeat_age = None;
         rows[3].age = 5.0;
         let seen = summarize(&rows, ROTATION);
-        assert_eq!(seen["totals"]["machines"], 4);
-        assert_eq!(seen["totals"]["byStatus"]["running"], 3);
-        assert_eq!(seen["totals"]["byStatus"]["failed"], 0);
-        assert_eq!(seen["totals"]["byImageVersion"], json!({"v1": 4}));
+        let totals = &seen.totals;
+        assert_eq!((totals.machines, totals.by_status["running"], totals.by_status["failed"]), (4, 3, 0));
+        assert_eq!(json!(totals.by_image_version), json!({"v1": 4}));
+        assert_eq!(json!(totals.by_health), json!({"healthy": 2, "silent": 0, "unhealthy": 1, "unknown": 1}));
+        assert_eq!(json!(seen.backups), json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
+        assert_eq!(seen.attention.len(), 1);
         assert_eq!(
-            seen["totals"]["byHealth"],
-            json!({"healthy": 2, "silent": 0, "unhealthy": 1, "unknown": 1})
-        );
-        assert_eq!(seen["backups"], json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
-        assert_eq!(seen["attention"].as_array().map(Vec::len), Some(1));
-        assert_eq!(
-            summarize(&[], ROTATION)["backups"],
+            json!(summarize(&[], ROTATION).backups),
             json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})
         );
     }

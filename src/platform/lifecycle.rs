@@ -8,7 +8,7 @@ use std::time::Duration;
 use deadpool_postgres::Transaction;
 
 use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
-use super::db::machine_row::{Failure, MachineKind, MachineRow};
+use super::db::machine_row::{Failure, MachineRow};
 use super::db::{self, DbError};
 use super::tokens::{Generation, Purpose, TokenMint};
 use svc_machine::epoch::Epoch;
@@ -18,6 +18,7 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::operation::{OperationKind, OperationOptions};
 use svc_machine::state::{State, Status};
 use svc_machine::transition::{Outcome, Refusal, transition};
+use svc_wire::machine::MachineKind;
 
 /// Maximum earlier machines considered for a slot's reinstatement.
 const MAX_PREDECESSORS: i64 = 50;

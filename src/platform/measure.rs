@@ -5,7 +5,6 @@
 use std::time::Duration;
 
 use deadpool_postgres::Status;
-use serde_json::Value;
 
 use super::alarms::Alarm;
 use super::context::Platform;
@@ -51,17 +50,16 @@ async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), D
     let session = db.session().await?;
     let mut seen = fleet::summarize(&db::fleet::all(&session).await?, token_rotation);
     ended_machines::add_to(&mut seen, &db::ended_machines::needing_attention(&session).await?);
-    let set_all = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
-        for (name, count) in totals.as_object().into_iter().flatten() {
-            set(label(name), number(count));
-        }
-    };
-    set_all(&seen["totals"]["byStatus"], &|status, count| MACHINES.set([status], count));
-    set_all(&seen["totals"]["byHealth"], &|health, count| MACHINES_BY_HEALTH.set([health], count));
-    MACHINES_NEEDING_ATTENTION.set([], number(&seen["attentionTotal"]));
-    BACKUP_AGE.set(["max"], number(&seen["backups"]["maxAgeSeconds"]));
-    BACKUP_AGE.set(["p50"], number(&seen["backups"]["p50AgeSeconds"]));
-    BACKUP_NEVER.set([], number(&seen["backups"]["never"]));
+    for (status, count) in &seen.totals.by_status {
+        MACHINES.set([label(status)], *count as f64);
+    }
+    for (health, count) in &seen.totals.by_health {
+        MACHINES_BY_HEALTH.set([label(health)], *count as f64);
+    }
+    MACHINES_NEEDING_ATTENTION.set([], seen.attention_total as f64);
+    BACKUP_AGE.set(["max"], seconds(seen.backups.max_age_seconds));
+    BACKUP_AGE.set(["p50"], seconds(seen.backups.p50_age_seconds));
+    BACKUP_NEVER.set([], seen.backups.never as f64);
     let in_progress = db::operations::count_by_kind(&session).await?;
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
@@ -81,7 +79,7 @@ async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), D
     Ok(())
 }
 
-/// A missing value, such as an age, is not a number.
-fn number(value: &Value) -> f64 {
-    value.as_f64().unwrap_or(f64::NAN)
+/// A missing age is not a number.
+fn seconds(age: Option<u64>) -> f64 {
+    age.map_or(f64::NAN, |seconds| seconds as f64)
 }

@@ -27,6 +27,8 @@ pub mod process_clock;
 pub mod public_host;
 pub mod rate_budget;
 pub mod rates;
+pub mod resource;
+pub mod rollout_plan;
 pub mod rollouts;
 pub mod route_freshness;
 pub mod router;

@@ -11,10 +11,8 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
-use serde_json::{Value, json};
 
 use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
-use svc_base::clock::rfc3339_ms;
 use svc_machine::id::MachineId;
 
 /// Places where a test may stop the process, in the order in which they are reached.
@@ -129,15 +127,6 @@ impl UpgradeToken {
     /// Whether the current platform key made the stored token.
     pub fn is_of_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
         is_made_by_current_key(mint, machine, self.generation, &self.hash)
-    }
-
-    /// The token as the API shows it.
-    pub fn record(&self) -> Value {
-        json!({
-            "generation": self.generation.0,
-            "rotatedAt": rfc3339_ms(self.rotated_at),
-            "requestedAt": self.requested_at.map(rfc3339_ms),
-        })
     }
 }
 

@@ -376,8 +376,8 @@ async fn hanging_platform_is_distinguished_from_unreachable_one() {
 fn issued(name: &str) -> Reply {
     let at = "2026-01-01T00:00:00.000Z";
     let operator = json!({"name": name, "scopes": ["read"], "state": "active", "expiresAt": at, "lastUsedAt": null,
-        "createdBy": "operator", "previousTokenExpiresAt": null});
-    Reply::Json(201, json!({"operator": operator, "token": "svco_new"}))
+        "createdAt": at, "createdBy": "operator", "previousTokenExpiresAt": null});
+    Reply::Json(201, json!({"operator": operator, "tokenId": OPERATION, "token": "svco_new"}))
 }
 
 #[tokio::test]

@@ -42,15 +42,16 @@ const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 
 /// The packages of the product, each with those that it may depend on.
-const PACKAGES: [(&str, &[&str]); 8] = [
+const PACKAGES: [(&str, &[&str]); 9] = [
     ("base", &["machine"]),
-    ("ctl", &["base", "http", "machine", "store"]),
+    ("ctl", &["base", "http", "machine", "store", "wire"]),
     ("host", &["base", "http", "machine", "store"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),
-    ("platform", &["base", "http", "machine", "provider", "store"]),
+    ("platform", &["base", "http", "machine", "provider", "store", "wire"]),
     ("provider", &["base", "http", "machine"]),
     ("store", &["base", "http", "machine"]),
+    ("wire", &["base", "machine"]),
 ];
 
 /// Dependencies between packages that [`PACKAGES`] does not allow. The compiler rejects imports without a dependency.

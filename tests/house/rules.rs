@@ -115,7 +115,8 @@ const TOP: [&str; 15] = [
     "tests",
     "xtask",
 ];
-const SOURCES: [&str; 8] = ["base", "ctl", "host", "http", "machine", "platform", "provider", "store"];
+const SOURCES: [&str; 9] =
+    ["base", "ctl", "host", "http", "machine", "platform", "provider", "store", "wire"];
 
 pub fn unplanned_folders(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();

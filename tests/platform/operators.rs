@@ -8,7 +8,7 @@ use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::platform::api::ENDPOINTS;
 use svc::platform::api::endpoint::{Access, OPERATOR};
-use svc::platform::operators::Scope;
+use svc::wire::operator::Scope;
 use tokio::process::Command;
 
 use super::stack::{Answer, Process, SECRET, Stack};

@@ -7,8 +7,10 @@ use crate::api::ApiClient;
 use crate::args::AlarmCommand;
 use crate::confirm;
 use crate::out::Out;
-use crate::show::fleet::{Alarm, Fleet, released};
+use crate::show::fleet::{alarm_line, released};
 use svc_base::applet::Failure;
+use svc_wire::alarm::Alarm;
+use svc_wire::fleet::Fleet;
 
 /// Informational alarms: the platform refuses to release them, so there is nothing to confirm.
 const INFORMATIONAL: [&str; 7] = [
@@ -37,7 +39,7 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Out) -> Result<()
     if !INFORMATIONAL.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.read()?;
         let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
-        let shown = raised.map(|raised| format!("\n{}", raised.line())).unwrap_or_default();
+        let shown = raised.map(|raised| format!("\n{}", alarm_line(raised))).unwrap_or_default();
         confirm::prompt(&format!("{what}{shown}"), &alarm)?;
     }
     let path = ["vps", "fleet", "alarms", &alarm, "release"];

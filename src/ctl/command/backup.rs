@@ -17,13 +17,17 @@ use crate::confirm;
 use crate::interrupt;
 use crate::out::{Out, print};
 use crate::progress::Progress;
-use crate::show::backup::{Backup, Backups, list, one};
-use crate::show::machine::Machine;
-use crate::show::operation::{HELD_BACK, Operation};
-use crate::show::{View, compact};
+use crate::show::View;
+use crate::show::backup::{list, one};
+use crate::show::machine::waiting_operation;
+use crate::show::operation::HELD_BACK;
 use crate::wait::{self, PollTimer};
 use svc_base::applet::{Exit, Failure};
 use svc_base::untrusted_text::one_line;
+use svc_wire::backup::{Backup, BackupPage};
+use svc_wire::host::{LastBackup, Outcome, SnapshotCheck};
+use svc_wire::machine::MachineDetail;
+use svc_wire::operation::Operation;
 
 pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -33,7 +37,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
             let query: Vec<_> =
                 requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             let response = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
-            out.print_response(&response, |view| Ok(list(view, &response.read::<Backups>()?)))
+            out.print_response(&response, |view| Ok(list(view, &response.read::<BackupPage>()?)))
         }
         BackupCommand::Download { machine, key, output } => {
             let machine = find(api, &machine).await?;
@@ -57,8 +61,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
             // Only the machine's full record has the checks, not the list.
-            let before =
-                last_drill(&wait::poll_machine(api, id).await?.ok().and_then(|(_, machine)| machine.checks));
+            let before = wait::poll_machine(api, id).await?.ok().map(|(_, machine)| machine);
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
@@ -70,11 +73,11 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
                 Some(seconds) => {
                     let result = interrupt::run_until_interrupted(
                         &format!("svcctl status {id}"),
-                        wait_for_drill(api, id, &before, Duration::from_secs(seconds)),
+                        wait_for_drill(api, id, last_drill(before.as_ref()), Duration::from_secs(seconds)),
                     )
                     .await?;
-                    print(&if out.json { format!("{result}\n") } else { drill_text(&result) })?;
-                    if result["status"] == "success" {
+                    print(&if out.json { format!("{}\n", json!(result)) } else { drill_text(&result) })?;
+                    if result.status.is(Outcome::Success) {
                         return Ok(());
                     }
                     let error = anyhow!(
@@ -103,7 +106,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
                         id,
                         before,
                         last_backup: machine.last_backup.clone(),
-                        at: time(&result["requestedAt"]),
+                        at: result["requestedAt"].as_str().and_then(|at| at.parse().ok()),
                     };
                     let within = Duration::from_secs(seconds);
                     let backup = interrupt::run_until_interrupted(
@@ -128,7 +131,7 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Out) -> Resul
     );
     let must_confirm = confirm::is_required(&what, yes)?;
     let machine = holder_of_held_snapshot(api, target).await?;
-    let waiting = machine.waiting();
+    let waiting = waiting_operation(&machine);
     if must_confirm {
         let question = waiting.and_then(Operation::question).map(|question| &question.detail);
         let details = machine.attention.iter().map(|item| &item.detail).chain(question);
@@ -155,15 +158,15 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Out) -> Resul
 
 /// The active machine: the platform knows which machine it replaces. Otherwise the deleted machine whose operation has a
 /// question about its last backup.
-async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<Machine, Failure> {
+async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
     if let Some(id) = active_id(api, target).await? {
         return Ok(api.get(&["vps", &id], &[]).await?.read()?);
     }
     let mut candidates = Vec::new();
     for server in kept_of(api, target).await? {
-        let machine: Machine = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
-        let question = machine.waiting().and_then(Operation::question);
-        if question.is_some_and(|question| question.code.as_deref() == Some(HELD_BACK)) {
+        let machine: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+        let question = waiting_operation(&machine).and_then(Operation::question);
+        if question.is_some_and(|question| question.code == HELD_BACK) {
             candidates.push(machine);
         }
     }
@@ -181,25 +184,25 @@ async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<Mac
     }
 }
 
-fn last_drill(checks: &Option<Value>) -> Value {
-    checks.as_ref().map(|checks| checks["drill"].clone()).unwrap_or_default()
+fn last_drill(machine: Option<&MachineDetail>) -> Option<&SnapshotCheck> {
+    machine?.checks.as_ref()?.drill.as_ref()
 }
 
 /// Waits until a heartbeat of the machine reports another drill than before.
 async fn wait_for_drill(
     api: &ApiClient,
     id: &str,
-    before: &Value,
+    before: Option<&SnapshotCheck>,
     within: Duration,
-) -> Result<Value, Failure> {
+) -> Result<SnapshotCheck, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is restoring the latest snapshot in a drill".to_owned());
     let mut clock = PollTimer::start(within);
     loop {
         if let Ok((_, machine)) = wait::poll_machine(api, id).await? {
-            let now = last_drill(&machine.checks);
-            if !now.is_null() && now != *before {
-                return Ok(now);
+            let now = last_drill(Some(&machine));
+            if let Some(now) = now.filter(|now| Some(*now) != before) {
+                return Ok(now.clone());
             }
         }
         if clock.is_over() {
@@ -213,12 +216,11 @@ async fn wait_for_drill(
     }
 }
 
-fn drill_text(result: &Value) -> String {
-    let word =
-        |name: &str| result[name].as_str().map_or_else(|| "-".to_owned(), |word| one_line(word).into_owned());
-    let error =
-        result["error"].as_str().map(|error| format!("error   {}\n", one_line(error))).unwrap_or_default();
-    format!("drill   {}\nkey     {}\nat      {}\n{error}", word("status"), word("key"), word("at"))
+fn drill_text(result: &SnapshotCheck) -> String {
+    let SnapshotCheck { status, at, key, error, .. } = result;
+    let key = key.as_deref().map_or("-".into(), one_line);
+    let error = error.as_deref().map(|error| format!("error   {}\n", one_line(error))).unwrap_or_default();
+    format!("drill   {}\nkey     {key}\nat      {}\n{error}", one_line(status), one_line(at))
 }
 
 /// Prints the snapshot and the result of reading it.
@@ -243,22 +245,18 @@ struct BackupRequest<'a> {
     /// The latest snapshot before the request.
     before: Option<String>,
     /// The host's last backup before the request.
-    last_backup: Option<Value>,
+    last_backup: Option<LastBackup>,
     /// Time of the request, by the host's clock.
     at: Option<Timestamp>,
 }
 
 impl BackupRequest<'_> {
     /// Whether this is the failure of the requested backup: the failure of an earlier one may be reported late.
-    fn has_failed(&self, reported: &Value) -> bool {
-        let is_earlier =
-            self.at.zip(time(&reported["beganAt"])).is_some_and(|(requested, began)| began < requested);
-        reported["status"] == "error" && self.last_backup.as_ref() != Some(reported) && !is_earlier
+    fn has_failed(&self, reported: &LastBackup) -> bool {
+        let began: Option<Timestamp> = reported.began_at.as_deref().and_then(|at| at.parse().ok());
+        let is_earlier = self.at.zip(began).is_some_and(|(requested, began)| began < requested);
+        reported.status.is(Outcome::Error) && self.last_backup.as_ref() != Some(reported) && !is_earlier
     }
-}
-
-fn time(value: &Value) -> Option<Timestamp> {
-    value.as_str()?.parse().ok()
 }
 
 struct NewBackup {
@@ -278,7 +276,7 @@ async fn wait_for_backup(
     let mut clock = PollTimer::start(within);
     loop {
         let response = latest_page(api, requested.id).await?;
-        let page: Backups = response.read()?;
+        let page: BackupPage = response.read()?;
         if page.latest.is_some() && page.latest != requested.before {
             let mut all: Value = response.read()?;
             let at = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
@@ -292,7 +290,7 @@ async fn wait_for_backup(
         {
             let error = anyhow!(
                 "the backup failed: {}\n  next: see /home/svc/home/system/logs/backup.jsonl on the host",
-                compact(reported.get("error"))
+                reported.error.as_deref().map(one_line).unwrap_or_default()
             );
             return Err(Failure::new(Exit::Unavailable, error));
         }
@@ -309,7 +307,7 @@ async fn wait_for_backup(
     }
 }
 
-async fn latest(api: &ApiClient, id: &str) -> Result<Backups, Failure> {
+async fn latest(api: &ApiClient, id: &str) -> Result<BackupPage, Failure> {
     Ok(latest_page(api, id).await?.read()?)
 }
 
@@ -323,19 +321,23 @@ mod tests {
 
     #[test]
     fn has_failed_ignores_late_reports_of_earlier_backups() {
-        let failed = |began: &str| json!({"status": "error", "beganAt": began, "error": "no space"});
+        let report = |report: Value| -> LastBackup { serde_json::from_value(report).unwrap() };
+        let failed = |began: &str| report(json!({"status": "error", "beganAt": began, "error": "no space"}));
         let earlier = failed("2026-11-22T10:00:00.000Z");
         let requested = BackupRequest {
             id: "m",
             before: None,
             last_backup: Some(earlier.clone()),
-            at: time(&json!("2026-11-22T10:00:05.000Z")),
+            at: "2026-11-22T10:00:05.000Z".parse().ok(),
         };
         assert!(!requested.has_failed(&earlier), "it was known");
         assert!(!requested.has_failed(&failed("2026-11-22T10:00:04.999Z")), "it began before");
         assert!(requested.has_failed(&failed("2026-11-22T10:00:05.000Z")));
-        assert!(!requested.has_failed(&json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})));
+        assert!(
+            !requested
+                .has_failed(&report(json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})))
+        );
         // Hosts with an older release omit `beganAt`.
-        assert!(requested.has_failed(&json!({"status": "error", "error": "no space"})));
+        assert!(requested.has_failed(&report(json!({"status": "error", "error": "no space"}))));
     }
 }

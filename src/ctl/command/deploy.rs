@@ -13,9 +13,10 @@ use crate::confirm;
 use crate::interrupt;
 use crate::out::Out;
 use crate::progress::Progress;
-use crate::show::deploy::{Rollout, Rollouts, list, show};
+use crate::show::deploy::{list, machine_line, progress as rollout_progress, show};
 use crate::wait::PollTimer;
 use svc_base::applet::{Exit, Failure};
+use svc_wire::rollout::{Rollout, RolloutList};
 
 pub async fn run(api: &ApiClient, command: DeployCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -47,10 +48,10 @@ async fn find(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Resu
     if let Some(id) = which.rollout {
         return Ok(id.to_string());
     }
-    let page: Rollouts = api.get(&["vps", "deploy"], &[]).await?.read()?;
+    let page: RolloutList = api.get(&["vps", "deploy"], &[]).await?.read()?;
     let open = page.rollouts.iter().find(|rollout| !rollout.has_ended());
     let meant = open.or_else(|| page.rollouts.first().filter(|_| fallback == Fallback::Latest));
-    meant.map(|rollout| rollout.rollout_id.clone()).ok_or_else(|| {
+    meant.map(|rollout| rollout.rollout_id.to_string()).ok_or_else(|| {
         let error = match fallback {
             Fallback::Latest => anyhow!("there was no rollout yet\n  next: `svcctl deploy start <version>`"),
             Fallback::Nothing => {
@@ -115,10 +116,10 @@ async fn until_ended(
     loop {
         for machine in rollout.machines.iter().filter(|machine| machine.has_ended()) {
             if reported.insert(machine.machine_id.clone()) {
-                progress.print_line(&machine.line(progress.view()));
+                progress.print_line(&machine_line(progress.view(), machine));
             }
         }
-        progress.set_message(rollout.progress());
+        progress.set_message(rollout_progress(&rollout));
         if rollout.has_ended() {
             break;
         }

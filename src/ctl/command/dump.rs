@@ -10,12 +10,12 @@ use sha2::{Digest, Sha256};
 
 use crate::api::{ApiClient, CallError};
 use crate::progress::Progress;
-use crate::show::backup::{Backup, Backups};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::FileError;
 use svc_base::partial::Partial;
 use svc_base::quantity::size;
 use svc_store::key::SnapshotCursor;
+use svc_wire::backup::{Backup, BackupPage};
 
 /// Maximum attempts without a new byte.
 const MAX_ATTEMPTS: u32 = 6;
@@ -41,7 +41,7 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
             vec![("limit", "1".to_owned()), ("cursor", cursor.as_str().to_owned())]
         }
     };
-    let page: Backups = api.get(&["vps", machine, "backups"], &query).await?.read()?;
+    let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.read()?;
     let matches = |backup: &Backup| match key {
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,

@@ -13,10 +13,14 @@ use crate::args::{Discard, Resume, Target, Undelete};
 use crate::confirm;
 use crate::out::Out;
 use crate::show::View;
-use crate::show::copies::KeptServer;
-use crate::show::machine::{self as shown, Discarded, Machine, Machines};
+use crate::show::copies::is_being_deleted;
+use crate::show::machine as shown;
 use crate::wait::{self, PollTimer};
 use svc_base::applet::{Exit, Failure};
+use svc_machine::id::OperationId;
+use svc_wire::copies::KeptServer;
+use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
+use svc_wire::text::Text;
 
 /// Maximum wait for the id of a removal.
 const FILING_TIMEOUT: Duration = Duration::from_secs(5);
@@ -57,22 +61,22 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Fa
         Ok(id) => id,
         Err(failure) => removed_id(api, &args.machine).await?.ok_or(failure)?,
     };
-    let machine: Machine = api.get(&["vps", &id], &[]).await?.read()?;
+    let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.read()?;
     // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
     if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
         confirm::prompt(&format!("{what}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }
     let body = json!({"acceptLoss": args.accept_loss});
     let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
-    let mut discarded: Discarded = response.read()?;
+    let mut discarded: DiscardedMachine = response.read()?;
     if discarded.operation_id.is_none() && !out.json {
         discarded.operation_id = filed_removal(api, &id).await;
     }
-    out.print_response(&response, |view| Ok(discarded.show(view)))
+    out.print_response(&response, |view| Ok(shown::discarded(view, &discarded)))
 }
 
 /// The operation that deletes the server. The platform creates it shortly after the request.
-async fn filed_removal(api: &ApiClient, id: &str) -> Option<String> {
+async fn filed_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>> {
     let mut clock = PollTimer::start(FILING_TIMEOUT);
     loop {
         let (_, machine) = wait::poll_machine(api, id).await.ok()?.ok()?;
@@ -88,10 +92,10 @@ async fn filed_removal(api: &ApiClient, id: &str) -> Option<String> {
 }
 
 /// Describes the data that only the machine's server has, and whether the provider still has the server.
-fn data_at_risk(machine: &Machine) -> String {
+fn data_at_risk(machine: &MachineDetail) -> String {
     let view = View::of_stdout();
     let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
-    if let Some(held) = machine.unsaved(&view) {
+    if let Some(held) = shown::unsaved_changes(&view, machine) {
         message.push_str(&format!(", and its server holds {held}"));
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
@@ -112,9 +116,9 @@ async fn kept_id(
     }
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
     let (being_deleted, kept): (Vec<_>, Vec<_>) =
-        all.into_iter().partition(|server| server.is_being_deleted(&view));
+        all.into_iter().partition(|server| is_being_deleted(&view, server));
     let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(matches);
-    let meant: Vec<_> = meant.into_iter().map(|server| server.machine_id).collect();
+    let meant: Vec<_> = meant.into_iter().map(|server| server.machine_id.to_string()).collect();
     match meant.as_slice() {
         [one] => Ok(one.clone()),
         [] => Err(Failure::new(Exit::Refused, no_match_error(target, &being_deleted, &others))),
@@ -129,11 +133,11 @@ async fn kept_id(
 async fn removed_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
     let (mut being_deleted, kept): (Vec<_>, Vec<_>) =
-        all.into_iter().partition(|server| server.is_being_deleted(&view));
+        all.into_iter().partition(|server| is_being_deleted(&view, server));
     Ok(being_deleted
         .pop()
         .filter(|_| kept.is_empty() && being_deleted.is_empty())
-        .map(|server| server.machine_id))
+        .map(|server| server.machine_id.into()))
 }
 
 /// The error if the command applies to none of a slot's kept servers.
@@ -163,13 +167,13 @@ fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptS
 pub async fn kept_of(api: &ApiClient, target: &Target) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
     query.push(("deleted", "true".to_owned()));
-    let page: Machines = api.get(&["vps"], &query).await?.read()?;
+    let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
     let (mut slots, mut kept) = (Vec::new(), Vec::new());
     for ended in page.machines {
         if slots.contains(&ended.slot) {
             continue;
         }
-        let machine: Machine = api.get(&["vps", &ended.machine_id], &[]).await?.read()?;
+        let machine: MachineDetail = api.get(&["vps", &ended.machine_id], &[]).await?.read()?;
         kept.extend(machine.copies.into_iter().flat_map(|copies| copies.kept));
         slots.push(ended.slot);
     }

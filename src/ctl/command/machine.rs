@@ -11,12 +11,14 @@ use crate::api::{ApiClient, ApiResponse};
 use crate::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
 use crate::out::Out;
 use crate::show::View;
-use crate::show::machine::{self as shown, Accepted, Machine, Machines};
-use crate::show::token::Requested;
+use crate::show::copies::LeftTimes;
+use crate::show::machine::{self as shown, Accepted};
+use crate::show::token;
 use crate::wait::Goal;
 use crate::{confirm, wait};
 use svc_base::applet::{Exit, Failure};
 use svc_machine::name::{IdpUserId, Location, Slot};
+use svc_wire::machine::{MachineDetail, MachinePage};
 
 pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
     if let Some(what) = risk::provision_risk(&args)
@@ -61,11 +63,11 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Fa
 /// Describes what a replacement of the slot's machine may lose; empty without an active machine.
 async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
-    let page: Machines = api.get(&["vps"], &query).await?.read()?;
+    let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
     let Some(active) = page.machines.iter().find(|machine| machine.is_active()) else {
         return Ok(String::new());
     };
-    let machine: Machine = api.get(&["vps", &active.machine_id], &[]).await?.read()?;
+    let machine: MachineDetail = api.get(&["vps", &active.machine_id], &[]).await?.read()?;
     Ok(format!("\n{}", shown::data_at_risk(&View::of_stdout(), &machine)))
 }
 
@@ -119,7 +121,7 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<
     let Some(target) = machine else {
         let path = ["vps", "fleet", "rotate-tokens"];
         let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-        return out.print_response(&response, |_| Ok(response.read::<Requested>()?.line()));
+        return out.print_response(&response, |_| Ok(token::rotations(response.read()?)));
     };
     let machine = find(api, &target).await?;
     let path = ["vps", machine.machine_id.as_str(), "rotate-token"];
@@ -163,7 +165,7 @@ pub async fn list(api: &ApiClient, args: List, out: &Out) -> Result<(), Failure>
     ];
     let query: Vec<_> = requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
     let response = api.get(&["vps"], &query).await?;
-    out.print_response(&response, |view| Ok(shown::list(view, &response.read::<Machines>()?)))
+    out.print_response(&response, |view| Ok(shown::list(view, &response.read::<MachinePage>()?)))
 }
 
 pub async fn status(api: &ApiClient, machine: &Target, out: &Out) -> Result<(), Failure> {
@@ -172,28 +174,24 @@ pub async fn status(api: &ApiClient, machine: &Target, out: &Out) -> Result<(), 
     if out.json {
         return out.print_response(&response, |_| Ok(String::new()));
     }
-    let mut machine: Machine = response.read()?;
-    add_left_times(api, &mut machine).await?;
-    out.print_response(&response, |view| Ok(shown::one(view, &machine)))
+    let machine: MachineDetail = response.read()?;
+    let left_times = left_times(api, &machine).await?;
+    out.print_response(&response, |view| Ok(shown::one_with_left_times(view, &machine, &left_times)))
 }
 
-/// Adds when the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.
-async fn add_left_times(api: &ApiClient, machine: &mut Machine) -> Result<(), Failure> {
-    let own = (machine.machine_id.clone(), machine.left_at().cloned());
-    let kept = machine.copies.iter_mut().flat_map(|copies| &mut copies.kept);
-    for server in kept.filter(|server| server.unsaved_since.is_some()) {
-        server.left_at = if server.machine_id == own.0 {
-            own.1.clone()
-        } else {
-            let left: Machine = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
-            left.left_at().cloned()
-        };
+/// When the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.
+async fn left_times(api: &ApiClient, machine: &MachineDetail) -> Result<LeftTimes, Failure> {
+    let mut times = LeftTimes::new();
+    let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
+    for server in kept.filter(|kept| kept.unsaved_since.is_some() && kept.machine_id != machine.machine_id) {
+        let left: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+        times.extend(left.left_at().map(|at| (server.machine_id.to_string(), at.clone())));
     }
-    Ok(())
+    Ok(times)
 }
 
 /// The active machine that the operator names.
-pub async fn find(api: &ApiClient, target: &Target) -> Result<Machine, Failure> {
+pub async fn find(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
     let id = find_id(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.read()?)
 }
@@ -224,10 +222,10 @@ pub async fn active_id(api: &ApiClient, target: &Target) -> Result<Option<String
     if let Target::Id(id) = target {
         return Ok(Some(id.to_string()));
     }
-    let page: Machines = api.get(&["vps"], &target.query()).await?.read()?;
+    let page: MachinePage = api.get(&["vps"], &target.query()).await?.read()?;
     let mut active = page.machines.iter().filter(|machine| machine.is_active());
     match (active.next(), active.next()) {
-        (machine, None) => Ok(machine.map(|machine| machine.machine_id.clone())),
+        (machine, None) => Ok(machine.map(|machine| machine.machine_id.to_string())),
         (_, Some(_)) => {
             let next = format!("name one by its id; `svcctl list --handle {target}` shows them");
             let error = anyhow!("{target} has machines in several slots\n  next: {next}");

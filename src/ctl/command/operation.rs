@@ -9,11 +9,13 @@ use serde_json::json;
 use crate::api::ApiClient;
 use crate::args::{Operation as Args, OperationCommand, Wait};
 use crate::out::Out;
-use crate::show::machine::{self as shown, Machine};
-use crate::show::operation::{self, Operation};
+use crate::show::machine as shown;
+use crate::show::operation;
 use crate::wait::{self, Goal};
 use svc_base::applet::{Exit, Failure};
 use svc_machine::id::OperationId;
+use svc_wire::machine::MachineDetail;
+use svc_wire::operation::Operation;
 
 pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
     match (args.command, args.operation) {
@@ -62,8 +64,8 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
 async fn machine_after_abandoning(
     api: &ApiClient,
     abandoned: &Operation,
-) -> Result<Option<Machine>, Failure> {
-    let machine: Machine = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
+) -> Result<Option<MachineDetail>, Failure> {
+    let machine: MachineDetail = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
     match abandoned.kind.as_str() {
         "provision" | "recover" => {
             let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
@@ -72,7 +74,7 @@ async fn machine_after_abandoning(
             };
             Ok(Some(api.get(&["vps", &live.machine_id], &[]).await?.read()?))
         }
-        "delete" | "resize" => Ok(Some(machine).filter(Machine::is_active)),
+        "delete" | "resize" => Ok(Some(machine).filter(|machine| machine.is_active())),
         _ => Ok(None),
     }
 }
@@ -80,19 +82,24 @@ async fn machine_after_abandoning(
 /// The machine that gets its slot back, if an operator had powered it off: its server is powered on anyway.
 async fn powered_on_by_abandoning(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.read()?;
-    let machine: Machine = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
+    let machine: MachineDetail = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
     let back = match operation.kind.as_str() {
         "delete" => Some(machine),
         "provision" | "recover" => replaced_machine(api, &machine).await?,
         _ => None,
     };
-    Ok(back.filter(|machine| machine.powered_off_at.is_some()).map(|machine| machine.machine_id))
+    Ok(back
+        .filter(|machine| machine.powered_off_at.is_some())
+        .map(|machine| machine.machine.machine_id.into()))
 }
 
 /// The machine, with a kept server, that this one replaces.
-async fn replaced_machine(api: &ApiClient, machine: &Machine) -> Result<Option<Machine>, Failure> {
+async fn replaced_machine(
+    api: &ApiClient,
+    machine: &MachineDetail,
+) -> Result<Option<MachineDetail>, Failure> {
     for kept in machine.copies.iter().flat_map(|copies| &copies.kept) {
-        let old: Machine = api.get(&["vps", &kept.machine_id], &[]).await?.read()?;
+        let old: MachineDetail = api.get(&["vps", &kept.machine_id], &[]).await?.read()?;
         if old.replaced_by.as_ref() == Some(&machine.machine_id) {
             return Ok(Some(old));
         }

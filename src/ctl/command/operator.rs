@@ -11,9 +11,10 @@ use crate::args::{OperatorCommand, TokenOptions};
 use crate::confirm;
 use crate::out::{Out, print};
 use crate::show::View;
-use crate::show::operator::{self, IssuedToken, Operator, Operators, WhoAmI};
+use crate::show::operator;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx;
+use svc_wire::operator::{IssuedToken, Operator, OperatorList, WhoAmI};
 
 pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -33,7 +34,7 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result
         OperatorCommand::List => {
             let response = api.get(&["operators"], &[]).await?;
             out.print_response(&response, |view| {
-                Ok(operator::list(view, &response.read::<Operators>()?.operators))
+                Ok(operator::list(view, &response.read::<OperatorList>()?.operators))
             })
         }
         OperatorCommand::Revoke { name, yes } => {
@@ -114,7 +115,7 @@ fn issued(
         });
     };
     let issued: IssuedToken = response.read()?;
-    let name = &issued.operator.name;
+    let name = &issued.issue.operator.name;
     if let Err(error) = write_token(file, &issued.token, existing) {
         let error = anyhow!(
             "operator {name} has a new token, but it could not be written and is lost: {error:#}\n  next: `svcctl operator rotate \

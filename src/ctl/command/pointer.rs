@@ -8,9 +8,10 @@ use crate::args::{PointerCommand, SlotTarget};
 use crate::confirm;
 use crate::out::Out;
 use crate::show::View;
-use crate::show::pointer::{Inspection, Rebuilt, inspection, rebuilt};
+use crate::show::pointer::{inspection, rebuilt};
 use svc_base::applet::Failure;
 use svc_store::key::SnapshotKey;
+use svc_wire::pointer::{PointerInspection, RebuiltPointer};
 
 pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -25,7 +26,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<
                 format!("This rebuilds the snapshot pointer of {slot}.")
             };
             if confirm::is_required(&what, yes)? {
-                let found: Inspection = inspect(api, &slot, to.as_ref()).await?.read()?;
+                let found: PointerInspection = inspect(api, &slot, to.as_ref()).await?.read()?;
                 let shown = inspection(&View::of_stdout(), &slot, &found);
                 confirm::prompt(&format!("{what}\n{shown}"), slot.user.as_str())?;
             }
@@ -35,7 +36,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<
             }
             let path = ["vps", "slots", "pointer", "rebuild"];
             let response = api.send(Method::POST, &path, Some(&body)).await?;
-            out.print_response(&response, |view| Ok(rebuilt(view, &response.read::<Rebuilt>()?)))
+            out.print_response(&response, |view| Ok(rebuilt(view, &response.read::<RebuiltPointer>()?)))
         }
     }
 }

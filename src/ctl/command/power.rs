@@ -41,7 +41,7 @@ async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> R
         let stake = shown::data_at_risk(&View::of_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
     }
-    Ok(machine.machine_id)
+    Ok(machine.machine.machine_id.into())
 }
 
 async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {

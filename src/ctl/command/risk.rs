@@ -1,8 +1,8 @@
 //! The risks of commands, for their prompts: which copies of the data exist during and after the command.
 
 use crate::args::{Delete, Discard, Fail, Provision, Recover, Target};
-use crate::show::machine::Machine;
-use crate::show::operation::Operation;
+use crate::show::operation::kind_noun;
+use svc_wire::machine::MachineDetail;
 
 const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot make the last backup, changes that are in no snapshot are lost with its server.";
 const LOSS_QUESTION: &str =
@@ -45,7 +45,7 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
 }
 
 /// The risk of deleting a machine; `machine` is `None` if its record was not read.
-pub fn deletion_risk(args: &Delete, machine: Option<&Machine>) -> String {
+pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let kept = if args.accept_loss {
             "--accept-loss: changes that are in no snapshot are lost with its server."
@@ -78,12 +78,12 @@ pub fn deletion_risk(args: &Delete, machine: Option<&Machine>) -> String {
 
 /// The risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both machines.
 /// `None` for other machines.
-pub fn successor_deletion_risk(machine: &Machine, accept_loss: bool) -> Option<String> {
+pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Option<String> {
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced")?;
     let operation = machine.operations.iter().find(|operation| operation.is_under_way());
     let (new, old) = (&machine.machine_id, &replaced.machine_id);
-    let noun = operation.map_or("recovery", Operation::noun);
+    let noun = operation.map_or("recovery", |operation| kind_noun(&operation.kind));
     let mut lines = vec![
         format!(
             "A {noun} of {} (slot {}) is under way. This cancels it and deletes both of its machines:",

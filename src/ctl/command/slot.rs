@@ -6,9 +6,10 @@ use serde_json::json;
 use crate::api::ApiClient;
 use crate::args::SlotCommand;
 use crate::out::Out;
-use crate::show::slot::{SlotRow, Slots, list};
+use crate::show::slot::list;
 use svc_base::applet::Failure;
 use svc_base::clock;
+use svc_wire::slot::{Subscription, SubscriptionList};
 
 pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -18,11 +19,11 @@ pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(),
                 body["currentPeriodEnd"] = clock::rfc3339_ms(end).into();
             }
             let response = api.send(Method::PUT, &["vps", "slots"], Some(&body)).await?;
-            out.print_response(&response, |view| Ok(list(view, &[response.read::<SlotRow>()?])))
+            out.print_response(&response, |view| Ok(list(view, &[response.read::<Subscription>()?])))
         }
         SlotCommand::List { user } => {
             let response = api.get(&["vps", "slots"], &[("idpUserId", user.to_string())]).await?;
-            out.print_response(&response, |view| Ok(list(view, &response.read::<Slots>()?.slots)))
+            out.print_response(&response, |view| Ok(list(view, &response.read::<SubscriptionList>()?.slots)))
         }
     }
 }

@@ -1,39 +1,11 @@
 //! Text view of a slot's snapshots.
 
-use serde::Deserialize;
-
 use super::human::{size, when};
 use super::table::{self, Cell};
 use super::{Colour, View};
+use svc_wire::backup::{Backup, BackupPage};
 
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Backups {
-    pub latest: Option<String>,
-    pub backups: Vec<Backup>,
-    pub next_cursor: Option<String>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Backup {
-    pub key: String,
-    pub size_bytes: u64,
-    pub sha256: String,
-    pub taken_at: String,
-    pub epoch: u64,
-    #[serde(default)]
-    pub latest: bool,
-}
-
-impl Backup {
-    /// The last part of its key.
-    pub fn name(&self) -> &str {
-        self.key.rsplit('/').next().unwrap_or_default()
-    }
-}
-
-pub fn list(view: &View, page: &Backups) -> String {
+pub fn list(view: &View, page: &BackupPage) -> String {
     if page.backups.is_empty() {
         return "no backups\n".to_owned();
     }

@@ -1,120 +1,90 @@
 //! The release keys that hosts trust: the text view of `svcctl bundle keys`, and findings of the doctor.
 
-use serde::Deserialize;
-
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::counted;
-
-/// `bundleKeys` of the fleet.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct BundleKeys {
-    keys: Vec<Key>,
-    not_reporting: u64,
-    not_reporting_handles: Vec<String>,
-    /// `BUNDLE_KEYS_SEQUENCE`, and the hosts whose key set has a higher number. Older platforms omit it.
-    #[serde(default)]
-    sequence: u64,
-    highest_sequence: Option<u64>,
-    #[serde(default)]
-    ahead: u64,
-    #[serde(default)]
-    ahead_handles: Vec<String>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Key {
-    key_id: String,
-    is_configured: bool,
-    trusting: u64,
-    trusting_handles: Vec<String>,
-    not_trusting: u64,
-    not_trusting_handles: Vec<String>,
-}
+use svc_machine::name::Handle;
+use svc_wire::fleet::{BundleKey, BundleKeys};
+use svc_wire::text::Text;
 
 const NEXT: &str = "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows its progress";
 
 /// `3 machines (ada, bob, cy)`.
-fn machines(count: u64, handles: &[String]) -> String {
+fn machines(count: u64, handles: &[Text<Handle>]) -> String {
     let more = if count > handles.len() as u64 { ", …" } else { "" };
-    format!("{} ({}{more})", counted(count, "machine"), handles.join(", "))
+    format!("{} ({}{more})", counted(count, "machine"), joined(handles))
+}
+
+fn joined(handles: &[Text<Handle>]) -> String {
+    handles.iter().map(Text::as_str).collect::<Vec<_>>().join(", ")
 }
 
 fn verb(count: u64, one: &'static str, many: &'static str) -> &'static str {
     if count == 1 { one } else { many }
 }
 
-impl BundleKeys {
-    /// Findings for keys that only the hosts or only the platform trust.
-    pub fn findings(&self, findings: Findings) -> Findings {
-        let findings = self.keys.iter().fold(findings, |findings, key| key.findings(findings));
-        match self.behind() {
-            Some((what, next)) => findings.warning(what, next),
-            None => findings,
-        }
-    }
-
-    /// The finding and advice if `BUNDLE_KEYS_SEQUENCE` was not updated.
-    fn behind(&self) -> Option<(String, String)> {
-        let highest = self.highest_sequence?;
-        let who = machines(self.ahead, &self.ahead_handles);
-        let what = format!(
-            "BUNDLE_KEYS_SEQUENCE is {}, but {who} {} a later key set, up to {highest}: an older release could give new \
-             hosts a key that was dropped",
-            self.sequence,
-            verb(self.ahead, "trusts", "trust"),
-        );
-        let next = format!(
-            "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless {} up",
-            verb(self.ahead, "this host made it", "these hosts made it")
-        );
-        Some((what, next))
+/// Findings for keys that only the hosts or only the platform trust.
+pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
+    let findings = keys.keys.iter().fold(findings, |findings, key| key_findings(key, findings));
+    match behind(keys) {
+        Some((what, next)) => findings.warning(what, next),
+        None => findings,
     }
 }
 
-impl Key {
-    fn findings(&self, findings: Findings) -> Findings {
-        let Self { key_id, trusting, not_trusting, .. } = self;
-        if self.is_configured && *not_trusting > 0 {
-            let who = machines(*not_trusting, &self.not_trusting_handles);
-            let verb = verb(*not_trusting, "does", "do");
-            let what = format!("{who} {verb} not trust the key {key_id} of BUNDLE_PUBLIC_KEYS");
-            return findings.warning(what, NEXT);
-        }
-        if !self.is_configured && *trusting > 0 {
-            let who = machines(*trusting, &self.trusting_handles);
-            let verb = verb(*trusting, "trusts", "trust");
-            let what = format!("{who} still {verb} the key {key_id}, which BUNDLE_PUBLIC_KEYS does not have");
-            return findings.warning(what, NEXT);
-        }
-        findings
-    }
+/// The finding and advice if `BUNDLE_KEYS_SEQUENCE` was not updated.
+fn behind(keys: &BundleKeys) -> Option<(String, String)> {
+    let highest = keys.highest_sequence?;
+    let who = machines(keys.ahead, &keys.ahead_handles);
+    let what = format!(
+        "BUNDLE_KEYS_SEQUENCE is {}, but {who} {} a later key set, up to {highest}: an older release could give new \
+         hosts a key that was dropped",
+        keys.sequence,
+        verb(keys.ahead, "trusts", "trust"),
+    );
+    let next = format!(
+        "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless {} up",
+        verb(keys.ahead, "this host made it", "these hosts made it")
+    );
+    Some((what, next))
+}
 
-    fn row(&self) -> Vec<Cell> {
-        let Self { key_id, is_configured, trusting, not_trusting, .. } = self;
-        let colour = (*is_configured && *not_trusting > 0).then_some(Colour::Bad);
-        let without = if *not_trusting == 0 {
-            "0".to_owned()
-        } else {
-            machines(*not_trusting, &self.not_trusting_handles)
-        };
-        vec![
-            key_id.clone().into(),
-            if *is_configured { "yes" } else { "no" }.into(),
-            trusting.to_string().into(),
-            Cell::painted(colour, without),
-        ]
+fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
+    let BundleKey { key_id, trusting, not_trusting, .. } = key;
+    if key.is_configured && *not_trusting > 0 {
+        let who = machines(*not_trusting, &key.not_trusting_handles);
+        let verb = verb(*not_trusting, "does", "do");
+        let what = format!("{who} {verb} not trust the key {key_id} of BUNDLE_PUBLIC_KEYS");
+        return findings.warning(what, NEXT);
     }
+    if !key.is_configured && *trusting > 0 {
+        let who = machines(*trusting, &key.trusting_handles);
+        let verb = verb(*trusting, "trusts", "trust");
+        let what = format!("{who} still {verb} the key {key_id}, which BUNDLE_PUBLIC_KEYS does not have");
+        return findings.warning(what, NEXT);
+    }
+    findings
+}
+
+fn row(key: &BundleKey) -> Vec<Cell> {
+    let BundleKey { key_id, is_configured, trusting, not_trusting, .. } = key;
+    let colour = (*is_configured && *not_trusting > 0).then_some(Colour::Bad);
+    let without =
+        if *not_trusting == 0 { "0".to_owned() } else { machines(*not_trusting, &key.not_trusting_handles) };
+    vec![
+        key_id.clone().into(),
+        if *is_configured { "yes" } else { "no" }.into(),
+        trusting.to_string().into(),
+        Cell::painted(colour, without),
+    ]
 }
 
 pub fn show(view: &View, keys: &BundleKeys) -> String {
     if keys.keys.is_empty() && keys.not_reporting == 0 {
         return "no key is configured (BUNDLE_PUBLIC_KEYS), and no machine trusts one\n".to_owned();
     }
-    let rows: Vec<_> = keys.keys.iter().map(Key::row).collect();
+    let rows: Vec<_> = keys.keys.iter().map(row).collect();
     let mut shown = table::render(view, &["KEY", "PLATFORM", "TRUSTED BY", "NOT TRUSTED BY"], &rows);
     if keys.not_reporting > 0 {
         let who = machines(keys.not_reporting, &keys.not_reporting_handles);
@@ -123,7 +93,7 @@ pub fn show(view: &View, keys: &BundleKeys) -> String {
             "\n{who} {verb} not reported any key\n  next: update to a release that reports them; a silent machine gets none\n"
         ));
     }
-    if let Some((what, next)) = keys.behind() {
+    if let Some((what, next)) = behind(keys) {
         shown.push_str(&format!("\n{what}\n  next: {next}\n"));
     }
     shown
@@ -156,7 +126,7 @@ mod tests {
 
     #[test]
     fn findings_name_missing_and_obsolete_keys() {
-        let found = keys().findings(Findings::new("fleet")).into_list();
+        let found = findings(&keys(), Findings::new("fleet")).into_list();
         let texts: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
         assert_eq!(
             texts,
@@ -175,7 +145,7 @@ mod tests {
         let older: BundleKeys =
             serde_json::from_value(json!({"keys": [], "notReporting": 0, "notReportingHandles": []}))
                 .unwrap();
-        assert!(older.findings(Findings::new("fleet")).is_empty());
+        assert!(findings(&older, Findings::new("fleet")).is_empty());
     }
 
     #[test]

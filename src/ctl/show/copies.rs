@@ -1,234 +1,173 @@
 //! Text view of the copies of a slot's data, and of the changes that a server loss would cost.
 
-use serde::Deserialize;
+use std::collections::BTreeMap;
 
-use super::failure::{self, MachineFailure};
+use super::failure;
 use super::human::{seconds, span, when};
-use super::machine::Machine;
 use super::table::Cell;
 use super::{Colour, View};
+use svc_wire::copies::{Copies, KeptServer, NewerSnapshot, UnrestoredSnapshot};
+use svc_wire::machine::{Machine, MachineDetail};
+use svc_wire::text::Time;
 
 /// Backups are hourly: two missed ones are shown as a problem.
 const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
 
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Copies {
-    pub live: Option<LiveServer>,
-    #[serde(default)]
-    pub kept: Vec<KeptServer>,
-    pub newest_snapshot_at: Option<String>,
-    pub newest_snapshot: Option<NewestSnapshot>,
-    /// A complete snapshot that is newer than the pointer's.
-    pub newer_snapshot: Option<NewerSnapshot>,
-    /// A snapshot of the previous machine that is newer than the one that was restored.
-    pub unrestored_snapshot: Option<UnrestoredSnapshot>,
-    /// The reason why the store's newest snapshot is unknown or cannot be restored.
-    pub snapshot_problem: Option<String>,
-    pub exposed_seconds: Option<u64>,
-}
+/// When machines left the slot, by id; the API's copies lack it.
+pub type LeftTimes = BTreeMap<String, Time>;
 
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct NewestSnapshot {
-    pub machine_id: String,
-    /// `store`, or `reported` by a host if the store could not be read.
-    pub source: String,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct NewerSnapshot {
-    pub taken_at: String,
-    pub key: String,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct UnrestoredSnapshot {
-    pub taken_at: Option<String>,
-    pub key: String,
-}
-
-/// The server of the active machine.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct LiveServer {
-    pub machine_id: String,
-    pub provider_server_id: Option<String>,
-    /// When it was first missing at the provider.
-    pub missing_since: Option<String>,
-}
-
-/// A server that was powered off and not deleted.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct KeptServer {
-    pub machine_id: String,
-    pub provider_server_id: Option<String>,
-    pub reason: String,
-    /// `None` until a successor serves, or until an operator decides.
-    pub until: Option<String>,
-    /// Changes since then exist only on this server.
-    pub unsaved_since: Option<String>,
-    /// When it was first missing at the provider.
-    pub missing_since: Option<String>,
-    /// When an operator abandoned its removal.
-    pub removal_abandoned_at: Option<String>,
-    /// The running operation that deletes it.
-    pub deleted_by: Option<String>,
-    /// When its machine left the slot; from the machine's own record, because the API's copies lack it.
-    #[serde(skip)]
-    pub left_at: Option<String>,
-}
-
-impl Copies {
-    /// The rows for a machine's view.
-    pub fn rows(&self, view: &View, machine: &Machine) -> Vec<(&'static str, Cell)> {
-        let mut rows = vec![("live server", self.live_cell(view, machine))];
-        rows.extend(self.kept.iter().map(|kept| {
-            let name = if kept.deleted_by.is_some() { "old server" } else { "kept server" };
-            (name, self.kept_cell(view, kept))
-        }));
-        rows.push(("snapshot", self.snapshot_cell(view, machine)));
-        rows.extend(
-            self.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))),
-        );
-        rows.extend(
-            self.unrestored_snapshot.as_ref().map(|one| ("unrestored", unrestored_cell(view, one, machine))),
-        );
-        rows.push(("at risk", self.risk_cell()));
-        rows
+/// When the machine of a kept server left the slot, if known.
+fn left_at<'a>(machine: &'a MachineDetail, kept: &KeptServer, left_times: &'a LeftTimes) -> Option<&'a Time> {
+    if kept.machine_id == machine.machine_id {
+        machine.left_at()
+    } else {
+        left_times.get(kept.machine_id.as_str())
     }
+}
 
-    fn live_cell(&self, view: &View, machine: &Machine) -> Cell {
-        let Some(live) = &self.live else { return Cell::painted(Some(Colour::Moving), no_live(machine)) };
-        let mut server = named(live.provider_server_id.as_ref());
-        if live.machine_id != machine.machine_id {
-            server.push_str(&format!(" of machine {}", live.machine_id));
-        }
-        if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
-            let line =
-                format!("{server}: not powered on, because the store names another machine as the slot's");
-            return Cell::painted(Some(Colour::Bad), line);
-        }
-        match &live.missing_since {
-            Some(since) => Cell::painted(Some(Colour::Bad), format!("{server}: {}", missing(view, since))),
-            None => server.into(),
-        }
+/// The rows for a machine's view.
+pub fn rows(
+    view: &View,
+    copies: &Copies,
+    machine: &MachineDetail,
+    left_times: &LeftTimes,
+) -> Vec<(&'static str, Cell)> {
+    let mut rows = vec![("live server", live_cell(view, copies, machine))];
+    rows.extend(copies.kept.iter().map(|kept| {
+        let name = if kept.deleted_by.is_some() { "old server" } else { "kept server" };
+        (name, kept_cell(view, copies, kept, left_at(machine, kept, left_times)))
+    }));
+    rows.push(("snapshot", snapshot_cell(view, copies, machine)));
+    rows.extend(copies.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))));
+    rows.extend(
+        copies.unrestored_snapshot.as_ref().map(|one| ("unrestored", unrestored_cell(view, one, machine))),
+    );
+    rows.push(("at risk", risk_cell(copies)));
+    rows
+}
+
+fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
+    let Some(live) = &copies.live else { return Cell::painted(Some(Colour::Moving), no_live(machine)) };
+    let mut server = named(live.provider_server_id.as_ref());
+    if live.machine_id != machine.machine_id {
+        server.push_str(&format!(" of machine {}", live.machine_id));
     }
+    if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
+        let line = format!("{server}: not powered on, because the store names another machine as the slot's");
+        return Cell::painted(Some(Colour::Bad), line);
+    }
+    match &live.missing_since {
+        Some(since) => Cell::painted(Some(Colour::Bad), format!("{server}: {}", missing(view, since))),
+        None => server.into(),
+    }
+}
 
-    fn kept_cell(&self, view: &View, kept: &KeptServer) -> Cell {
-        let id = &kept.machine_id;
-        let server = format!("{} of {} machine {id}", named(kept.provider_server_id.as_ref()), kept.reason);
-        let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
-        let held = kept.unsaved_since.as_ref().map(|since| unsaved(view, since, kept.left_at.as_deref()));
-        if let Some(since) = &kept.missing_since {
-            let missing = missing(view, since);
-            return bad(match held {
-                Some(held) => {
-                    format!(
-                        "{missing}, and it held {held}; `svcctl discard {id} --accept-loss` removes it here"
-                    )
-                }
-                None => format!("{missing}; `svcctl discard {id}` removes it here"),
-            });
-        }
-        if let Some(operation) = &kept.deleted_by {
-            return bad(format!(
-                "deleted as soon as operation {operation} has taken its last backup and powered it off; until then \
-                 `svcctl operation abandon {operation}` restores its machine"
-            ));
-        }
-        if kept.is_being_deleted(view) {
-            return format!("{server}: being deleted").into();
-        }
-        let undo = if kept.reason == "deleted" && self.live.is_none() {
-            format!("; `svcctl undelete {id}` restores it")
+fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_at: Option<&Time>) -> Cell {
+    let id = &kept.machine_id;
+    let server = format!("{} of {} machine {id}", named(kept.provider_server_id.as_ref()), kept.reason);
+    let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
+    let held = kept.unsaved_since.as_ref().map(|since| unsaved(view, since, left_at));
+    if let Some(since) = &kept.missing_since {
+        let missing = missing(view, since);
+        return bad(match held {
+            Some(held) => {
+                format!("{missing}, and it held {held}; `svcctl discard {id} --accept-loss` removes it here")
+            }
+            None => format!("{missing}; `svcctl discard {id}` removes it here"),
+        });
+    }
+    if let Some(operation) = &kept.deleted_by {
+        return bad(format!(
+            "deleted as soon as operation {operation} has taken its last backup and powered it off; until then \
+             `svcctl operation abandon {operation}` restores its machine"
+        ));
+    }
+    if is_being_deleted(view, kept) {
+        return format!("{server}: being deleted").into();
+    }
+    let undo = if kept.reason == "deleted" && copies.live.is_none() {
+        format!("; `svcctl undelete {id}` restores it")
+    } else {
+        String::new()
+    };
+    if let Some(held) = held {
+        return bad(format!("holds {held}; kept until `svcctl discard {id} --accept-loss`{undo}"));
+    }
+    if kept.removal_abandoned_at.is_some() {
+        return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`{undo}"));
+    }
+    let Some(until) = &kept.until else {
+        return format!("{server}: kept until a new machine has proven healthy").into();
+    };
+    format!("{server}: kept until {}{undo}", when(view.now, until)).into()
+}
+
+fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
+    let source = copies.newest_snapshot.as_ref();
+    let known = copies.newest_snapshot_at.as_ref().map(|at| {
+        let of = source.filter(|newest| newest.machine_id != machine.machine_id);
+        let of = of.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
+        let reported = if source.is_some_and(|newest| newest.source == "reported") {
+            ", as its host reported"
         } else {
-            String::new()
+            ""
         };
-        if let Some(held) = held {
-            return bad(format!("holds {held}; kept until `svcctl discard {id} --accept-loss`{undo}"));
-        }
-        if kept.removal_abandoned_at.is_some() {
-            return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`{undo}"));
-        }
-        let Some(until) = &kept.until else {
-            return format!("{server}: kept until a new machine has proven healthy").into();
-        };
-        format!("{server}: kept until {}{undo}", when(view.now, until)).into()
-    }
-
-    fn snapshot_cell(&self, view: &View, machine: &Machine) -> Cell {
-        let source = self.newest_snapshot.as_ref();
-        let known = self.newest_snapshot_at.as_ref().map(|at| {
-            let of = source.filter(|newest| newest.machine_id != machine.machine_id);
-            let of = of.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
-            let reported = if source.is_some_and(|newest| newest.source == "reported") {
-                ", as its host reported"
-            } else {
-                ""
-            };
-            format!("{}{of}{reported}", when(view.now, at))
-        });
-        let line = known.clone().unwrap_or_else(|| "none known".to_owned());
-        match &self.snapshot_problem {
-            Some(problem) => Cell::painted(Some(Colour::Bad), format!("{line}; {problem}")),
-            None if known.is_some() => line.into(),
-            None => Cell::painted(self.live.as_ref().map(|_| Colour::Bad), line),
-        }
-    }
-
-    fn risk_cell(&self) -> Cell {
-        let Some(exposed) = self.exposed_seconds else { return "".into() };
-        let colour = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Colour::Bad);
-        Cell::painted(colour, format!("losing the live server now would cost {}", self.cost(exposed)))
-    }
-
-    fn cost(&self, exposed: u64) -> String {
-        match self.newest_snapshot_at {
-            Some(_) => format!("{} of changes", span(exposed)),
-            None => format!("all of its data, {} old: there is no snapshot", span(exposed)),
-        }
-    }
-
-    /// `newest snapshot 9 min ago; 9 min of changes exist only on its server`.
-    pub fn stake(&self, view: &View) -> String {
-        let newest = self.newest_snapshot_at.as_deref();
-        let newest = newest.map_or_else(
-            || "it has no snapshot".to_owned(),
-            |at| format!("its newest snapshot is from {}", when(view.now, at)),
-        );
-        let problem = self.snapshot_problem.as_ref();
-        let newer = self.newer_snapshot.as_ref().map(|newer| {
-            format!(
-                ", and {} of {} is stored but not the latest: if its host cannot make the last backup, a recovery asks which \
-                 of them to restore",
-                newer.key,
-                when(view.now, &newer.taken_at)
-            )
-        });
-        let problem = problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
-        let newest = newest + &problem + &newer.unwrap_or_default();
-        match self.exposed_seconds.filter(|_| self.newest_snapshot_at.is_some()) {
-            Some(exposed) => format!("{newest}: {} of changes exist only on its server", span(exposed)),
-            None => newest,
-        }
+        format!("{}{of}{reported}", when(view.now, at))
+    });
+    let line = known.clone().unwrap_or_else(|| "none known".to_owned());
+    match &copies.snapshot_problem {
+        Some(problem) => Cell::painted(Some(Colour::Bad), format!("{line}; {problem}")),
+        None if known.is_some() => line.into(),
+        None => Cell::painted(copies.live.as_ref().map(|_| Colour::Bad), line),
     }
 }
 
-impl KeptServer {
-    /// Whether it has expired. No command can restore it then.
-    pub fn is_being_deleted(&self, view: &View) -> bool {
-        let left = self.until.as_deref().and_then(|until| seconds(&view.now.to_string(), until));
-        left.is_some_and(|left| left <= 0.0)
+fn risk_cell(copies: &Copies) -> Cell {
+    let Some(exposed) = copies.exposed_seconds else { return "".into() };
+    let colour = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Colour::Bad);
+    Cell::painted(colour, format!("losing the live server now would cost {}", cost(copies, exposed)))
+}
+
+fn cost(copies: &Copies, exposed: u64) -> String {
+    match copies.newest_snapshot_at {
+        Some(_) => format!("{} of changes", span(exposed)),
+        None => format!("all of its data, {} old: there is no snapshot", span(exposed)),
     }
+}
+
+/// `newest snapshot 9 min ago; 9 min of changes exist only on its server`.
+pub fn stake(view: &View, copies: &Copies) -> String {
+    let newest = copies.newest_snapshot_at.as_deref();
+    let newest = newest.map_or_else(
+        || "it has no snapshot".to_owned(),
+        |at| format!("its newest snapshot is from {}", when(view.now, at)),
+    );
+    let problem = copies.snapshot_problem.as_ref();
+    let newer = copies.newer_snapshot.as_ref().map(|newer| {
+        format!(
+            ", and {} of {} is stored but not the latest: if its host cannot make the last backup, a recovery asks which \
+             of them to restore",
+            newer.key,
+            when(view.now, &newer.taken_at)
+        )
+    });
+    let problem = problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
+    let newest = newest + &problem + &newer.unwrap_or_default();
+    match copies.exposed_seconds.filter(|_| copies.newest_snapshot_at.is_some()) {
+        Some(exposed) => format!("{newest}: {} of changes exist only on its server", span(exposed)),
+        None => newest,
+    }
+}
+
+/// Whether it has expired. No command can restore it then.
+pub fn is_being_deleted(view: &View, kept: &KeptServer) -> bool {
+    let left = kept.until.as_deref().and_then(|until| seconds(&view.now.to_string(), until));
+    left.is_some_and(|left| left <= 0.0)
 }
 
 /// The reason why the slot has no live server.
-fn no_live(machine: &Machine) -> String {
-    let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(MachineFailure::is_server_gone);
+fn no_live(machine: &MachineDetail) -> String {
+    let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(failure::is_server_gone);
     match machine.provider_server_id.as_ref().filter(|_| is_gone) {
         Some(server) => format!("none: the provider no longer has server {server}"),
         None => "none".to_owned(),
@@ -262,7 +201,7 @@ fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> 
 }
 
 /// `43 min of changes that no snapshot has`; `left_at` is when the machine left its slot, if known.
-pub fn unsaved(view: &View, since: &str, left_at: Option<&str>) -> String {
+pub fn unsaved(view: &View, since: &str, left_at: Option<&Time>) -> String {
     let length = left_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
     match length {
         Some(length) => format!("{} of changes that no snapshot has", span(length as u64)),

@@ -1,87 +1,32 @@
 //! Text view of rollouts.
 
-use serde::Deserialize;
-
 use super::human::ago;
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_base::untrusted_text::one_line;
+use svc_wire::rollout::{Rollout, RolloutList, RolloutMachine, RolloutSummary, RolloutTotals};
 
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Rollout {
-    pub rollout_id: String,
-    pub image_version: String,
-    pub state: String,
-    pub why: Option<String>,
-    pub totals: Totals,
-    /// Empty in a list.
-    #[serde(default)]
-    pub machines: Vec<Machine>,
-    pub created_at: String,
+fn totals_line(totals: &RolloutTotals) -> String {
+    let RolloutTotals { waiting, asked, updated, failed, skipped } = totals;
+    format!("{updated} updated, {failed} failed, {skipped} skipped, {asked} asked, {waiting} waiting")
 }
 
-#[derive(Debug, Deserialize)]
-pub struct Rollouts {
-    pub rollouts: Vec<Rollout>,
+/// `ada/primary failed: why`.
+pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
+    let state = view.paint(colour(&machine.state), &machine.state);
+    let error = machine.error.as_deref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
+    format!("{}/{} {state}{error}", machine.handle, machine.slot)
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct Totals {
-    pub waiting: u64,
-    pub asked: u64,
-    pub updated: u64,
-    pub failed: u64,
-    pub skipped: u64,
+/// A rollout's state, with the reason, if any.
+fn state_cell(rollout: &RolloutSummary) -> Cell {
+    let why = rollout.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
+    Cell::painted(colour(&rollout.state), format!("{}{why}", rollout.state))
 }
 
-impl Totals {
-    fn line(&self) -> String {
-        let Self { waiting, asked, updated, failed, skipped } = self;
-        format!("{updated} updated, {failed} failed, {skipped} skipped, {asked} asked, {waiting} waiting")
-    }
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Machine {
-    pub machine_id: String,
-    pub handle: String,
-    pub slot: String,
-    pub batch: u64,
-    pub state: String,
-    pub error: Option<String>,
-    pub image_version: String,
-}
-
-impl Machine {
-    pub fn has_ended(&self) -> bool {
-        !matches!(self.state.as_str(), "waiting" | "asked")
-    }
-
-    /// `ada/primary failed: why`.
-    pub fn line(&self, view: &View) -> String {
-        let state = view.paint(colour(&self.state), &self.state);
-        let error = self.error.as_deref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
-        format!("{}/{} {state}{error}", self.handle, self.slot)
-    }
-}
-
-impl Rollout {
-    pub fn has_ended(&self) -> bool {
-        !matches!(self.state.as_str(), "running" | "paused")
-    }
-
-    /// Its state, with the reason, if any.
-    fn state(&self) -> Cell {
-        let why = self.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
-        Cell::painted(colour(&self.state), format!("{}{why}", self.state))
-    }
-
-    /// Its progress, in one line.
-    pub fn progress(&self) -> String {
-        format!("{} to {}: {}", self.state, self.image_version, self.totals.line())
-    }
+/// A rollout's progress, in one line.
+pub fn progress(rollout: &RolloutSummary) -> String {
+    format!("{} to {}: {}", rollout.state, rollout.image_version, totals_line(&rollout.totals))
 }
 
 fn colour(state: &str) -> Option<Colour> {
@@ -93,15 +38,15 @@ fn colour(state: &str) -> Option<Colour> {
     }
 }
 
-pub fn list(view: &View, page: &Rollouts) -> String {
+pub fn list(view: &View, page: &RolloutList) -> String {
     if page.rollouts.is_empty() {
         return "no rollouts\n".to_owned();
     }
-    let row = |rollout: &Rollout| {
+    let row = |rollout: &RolloutSummary| {
         vec![
             rollout.image_version.clone().into(),
-            rollout.state(),
-            rollout.totals.line().into(),
+            state_cell(rollout),
+            totals_line(&rollout.totals).into(),
             ago(view.now, &rollout.created_at).into(),
             Cell::painted(Some(Colour::Faint), rollout.rollout_id.clone()),
         ]
@@ -116,21 +61,21 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
         &[
             ("rollout", Cell::from(rollout.rollout_id.clone())),
             ("release", Cell::painted(Some(Colour::Strong), rollout.image_version.clone())),
-            ("state", rollout.state()),
-            ("machines", rollout.totals.line().into()),
+            ("state", state_cell(rollout)),
+            ("machines", totals_line(&rollout.totals).into()),
             ("started", ago(view.now, &rollout.created_at).into()),
         ],
     );
     if rollout.machines.is_empty() {
         return shown;
     }
-    let row = |machine: &Machine| {
+    let row = |machine: &RolloutMachine| {
         let batch = if machine.batch == 0 { "canary".to_owned() } else { machine.batch.to_string() };
         vec![
             batch.into(),
             machine.handle.clone().into(),
             machine.slot.clone().into(),
-            Cell::painted(colour(&machine.state), machine.state.clone()),
+            Cell::painted(colour(&machine.state), machine.state.as_str()),
             machine.image_version.clone().into(),
             machine.error.clone().unwrap_or_default().into(),
         ]
@@ -149,6 +94,7 @@ mod tests {
     fn show_lists_the_machines_of_a_rollout() {
         let rollout: Rollout = serde_json::from_value(serde_json::json!({
             "rolloutId": "r", "imageVersion": "v2", "state": "stopped", "why": "the canary failed",
+            "canary": 1, "batchSize": 10, "maxFailures": 1, "updatedAt": "2026-11-21T00:00:30.000Z", "requestId": "q",
             "totals": {"waiting": 1, "asked": 0, "updated": 0, "failed": 1, "skipped": 0},
             "machines": [
                 {"machineId": "m1", "handle": "ada", "slot": "primary", "batch": 0, "state": "failed",

@@ -1,142 +1,131 @@
 //! Text view of a machine's failure, and the advice for it.
 
-use serde::Deserialize;
-
-use super::machine::Machine;
-use super::text;
 use crate::args;
 use svc_base::untrusted_text::one_line;
+use svc_machine::state::FailureCause;
+use svc_wire::machine::{Failure, MachineDetail};
 
-#[derive(Debug, Deserialize)]
-pub struct MachineFailure {
-    pub cause: Option<String>,
-    pub stage: Option<String>,
-    pub message: Option<String>,
+/// `boot_reported at restore: …`.
+pub fn line(failure: &Failure) -> String {
+    let mut line = failure.cause.to_string();
+    if let Some(stage) = &failure.stage {
+        line.push_str(&format!(" at {stage}"));
+    }
+    if let Some(message) = &failure.message {
+        line.push_str(&format!(": {}", one_line(message)));
+    }
+    line
 }
 
-impl MachineFailure {
-    /// `boot_reported at restore: …`.
-    pub fn line(&self) -> String {
-        let mut line = text(self.cause.as_ref());
-        if let Some(stage) = &self.stage {
-            line.push_str(&format!(" at {stage}"));
-        }
-        if let Some(message) = &self.message {
-            line.push_str(&format!(": {}", one_line(message)));
-        }
-        line
-    }
+/// Whether its server is being powered on because it got its slot back.
+pub fn is_reinstating(failure: &Failure) -> bool {
+    failure.cause.is(FailureCause::Reinstating)
+}
 
-    /// Whether its server is being powered on because it got its slot back.
-    pub fn is_reinstating(&self) -> bool {
-        self.cause.as_deref() == Some("reinstating")
-    }
+/// Whether the provider no longer has its server.
+pub fn is_server_gone(failure: &Failure) -> bool {
+    failure.cause.is(FailureCause::ServerGone)
+}
 
-    /// Whether the provider no longer has its server.
-    pub fn is_server_gone(&self) -> bool {
-        self.cause.as_deref() == Some("server_gone")
+/// The advice to the operator.
+pub fn advice(failure: &Failure, machine: &MachineDetail) -> String {
+    if let Some(advice) = restore_advice(failure, machine) {
+        return advice;
     }
-
-    /// The advice to the operator.
-    pub fn advice(&self, machine: &Machine) -> String {
-        if let Some(advice) = self.restore_advice(machine) {
-            return advice;
+    let recover = format!("`svcctl recover {}`", slot_arguments(machine));
+    match failure.cause.as_str() {
+        "provider_refused" => {
+            format!("check quota, location and server type at the provider, then {recover}")
         }
-        let recover = format!("`svcctl recover {}`", slot_arguments(machine));
-        match self.cause.as_deref() {
-            Some("provider_refused") => {
-                format!("check quota, location and server type at the provider, then {recover}")
-            }
-            Some("provider_unavailable") => {
-                format!("`svcctl doctor` shows whether the provider responds; once it does, {recover}")
-            }
-            Some("store_failed") => {
-                format!("`svcctl doctor` shows what is wrong with the object store; once it works, {recover}")
-            }
-            Some("fenced") => {
-                format!(
-                    "a machine with a higher epoch has fenced the slot, for example after a database restore: `svcctl fleet` \
-                     shows the alarm database_behind_store; once nothing on the other machine is needed, {recover} with \
-                     --accept-loss"
-                )
-            }
-            Some("internal") => {
-                format!("the platform's log has the cause, under the operation's id; then {recover}")
-            }
-            Some("resize") => {
-                format!("it runs again after its next healthy heartbeat; if there is none, {recover}")
-            }
-            Some("reinstating") if is_held_by_another(machine) => format!(
-                "the store says that another machine holds the slot, which the platform's database does not know (alarm \
-                 database_behind_store): {recover} with --accept-loss creates a new machine from the newest snapshot"
-            ),
-            Some("reinstating") => format!(
-                "its server is being powered on: it runs after its next healthy heartbeat; if there is none, {recover}"
-            ),
-            Some("server_gone") => format!(
-                "{recover} replaces it and restores the latest snapshot; if the provider shows its server again, \
-                 `svcctl power on {0}` powers it on, or `svcctl resume {0}` if its host is healthy",
-                machine.machine_id
-            ),
-            Some("operator" | "operation_hung") if machine.registered_at.is_some() => {
-                format!(
-                    "`svcctl resume {}` if its server runs and its host is healthy; otherwise {recover} replaces it and \
-                 restores the latest snapshot",
-                    machine.machine_id
-                )
-            }
-            _ => format!(
-                "{recover} replaces it and restores the latest snapshot (if it never ran: `svcctl provision` again)"
-            ),
+        "provider_unavailable" => {
+            format!("`svcctl doctor` shows whether the provider responds; once it does, {recover}")
         }
-    }
-
-    /// The advice for a machine that never ran, if the machine that it was to replace has the slot again.
-    pub fn advice_after_return(&self, machine: &Machine) -> Option<String> {
-        let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
-        let has_returned = machine.replaced_by.as_ref() == Some(&live.machine_id);
-        self.restore_advice(machine).filter(|_| has_returned)
-    }
-
-    /// The advice if a new machine could not restore the snapshot: the same command would fail again.
-    pub fn restore_advice(&self, machine: &Machine) -> Option<String> {
-        if self.cause.as_deref() != Some("boot_reported") || self.stage.as_deref() != Some("restore") {
-            return None;
+        "store_failed" => {
+            format!("`svcctl doctor` shows what is wrong with the object store; once it works, {recover}")
         }
-        let slot = slot_arguments(machine);
-        let another = format!(
-            "`svcctl backup list {}` lists the snapshots, `svcctl recover {slot} --snapshot KEY` restores another one",
+        "fenced" => {
+            format!(
+                "a machine with a higher epoch has fenced the slot, for example after a database restore: `svcctl fleet` \
+                 shows the alarm database_behind_store; once nothing on the other machine is needed, {recover} with \
+                 --accept-loss"
+            )
+        }
+        "internal" => {
+            format!("the platform's log has the cause, under the operation's id; then {recover}")
+        }
+        "resize" => {
+            format!("it runs again after its next healthy heartbeat; if there is none, {recover}")
+        }
+        "reinstating" if is_held_by_another(machine) => format!(
+            "the store says that another machine holds the slot, which the platform's database does not know (alarm \
+             database_behind_store): {recover} with --accept-loss creates a new machine from the newest snapshot"
+        ),
+        "reinstating" => format!(
+            "its server is being powered on: it runs after its next healthy heartbeat; if there is none, {recover}"
+        ),
+        "server_gone" => format!(
+            "{recover} replaces it and restores the latest snapshot; if the provider shows its server again, \
+             `svcctl power on {0}` powers it on, or `svcctl resume {0}` if its host is healthy",
             machine.machine_id
-        );
-        let larger = format!("`svcctl recover {slot} --server-type TYPE` with a larger disk");
-        let message = self.message.as_deref().unwrap_or_default();
-        Some(if message.contains("bytes are free") {
-            format!("{larger}; or {another}")
-        } else if message.contains("read into an older one") {
+        ),
+        "operator" | "operation_hung" if machine.registered_at.is_some() => {
             format!(
-                "`svcctl recover {slot} --image-version VERSION` with a release that has that PostgreSQL; or {another}"
+                "`svcctl resume {}` if its server runs and its host is healthy; otherwise {recover} replaces it and \
+             restores the latest snapshot",
+                machine.machine_id
             )
-        } else if message.contains("the object store") {
-            format!(
-                "`svcctl doctor` shows what is wrong with the object store; once it works, `svcctl recover {slot}`"
-            )
-        } else {
-            format!(
-                "the same snapshot may fail again: `svcctl pointer show {slot}` shows whether the latest is complete, {another}; \
-                 if the disk was too small, {larger}"
-            )
-        })
+        }
+        _ => format!(
+            "{recover} replaces it and restores the latest snapshot (if it never ran: `svcctl provision` again)"
+        ),
     }
+}
+
+/// The advice for a machine that never ran, if the machine that it was to replace has the slot again.
+pub fn advice_after_return(failure: &Failure, machine: &MachineDetail) -> Option<String> {
+    let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
+    let has_returned = machine.replaced_by.as_ref() == Some(&live.machine_id);
+    restore_advice(failure, machine).filter(|_| has_returned)
+}
+
+/// The advice if a new machine could not restore the snapshot: the same command would fail again.
+pub fn restore_advice(failure: &Failure, machine: &MachineDetail) -> Option<String> {
+    if !failure.cause.is(FailureCause::BootReported) || failure.stage.as_deref() != Some("restore") {
+        return None;
+    }
+    let slot = slot_arguments(machine);
+    let another = format!(
+        "`svcctl backup list {}` lists the snapshots, `svcctl recover {slot} --snapshot KEY` restores another one",
+        machine.machine_id
+    );
+    let larger = format!("`svcctl recover {slot} --server-type TYPE` with a larger disk");
+    let message = failure.message.as_deref().unwrap_or_default();
+    Some(if message.contains("bytes are free") {
+        format!("{larger}; or {another}")
+    } else if message.contains("read into an older one") {
+        format!(
+            "`svcctl recover {slot} --image-version VERSION` with a release that has that PostgreSQL; or {another}"
+        )
+    } else if message.contains("the object store") {
+        format!(
+            "`svcctl doctor` shows what is wrong with the object store; once it works, `svcctl recover {slot}`"
+        )
+    } else {
+        format!(
+            "the same snapshot may fail again: `svcctl pointer show {slot}` shows whether the latest is complete, {another}; \
+             if the disk was too small, {larger}"
+        )
+    })
 }
 
 /// Whether its reinstatement failed because the store names another machine as the slot's.
-pub fn is_held_by_another(machine: &Machine) -> bool {
+pub fn is_held_by_another(machine: &MachineDetail) -> bool {
     let newest = machine.operations.iter().find(|operation| operation.kind == "reinstate");
     newest.is_some_and(|newest| newest.error_code.as_deref() == Some("database_behind_store"))
 }
 
 /// The user, and the slot unless it is the primary one, as command-line arguments.
-fn slot_arguments(machine: &Machine) -> String {
+fn slot_arguments(machine: &MachineDetail) -> String {
     args::slot_arguments(&machine.idp_user_id, &machine.slot)
 }
 

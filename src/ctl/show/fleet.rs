@@ -2,67 +2,36 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
 use serde_json::Value;
 
-use super::bundle_keys::BundleKeys;
-use super::deploy::Rollout;
 use super::human::span;
-use super::machine::Update;
+use super::machine::UPDATE_ADVICE;
 use super::operation::kind_noun;
 use super::table::{self, Cell};
-use super::{Colour, View, compact};
+use super::{Colour, View, bundle_keys, compact, deploy};
 use crate::args;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::counted;
+use svc_wire::alarm::Alarm;
+use svc_wire::fleet::{BackupAges, Ended, Fleet, MachineInNeed, OverdueOperation};
+use svc_wire::rollout::RolloutSummary;
 
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Fleet {
-    pub totals: Totals,
-    pub backups: Backups,
-    pub attention: Vec<Attention>,
-    pub attention_total: Option<usize>,
-    /// The open rollout.
-    pub rollout: Option<Rollout>,
-    /// Alarms about the whole fleet or the provider.
-    #[serde(default)]
-    pub alarms: Vec<Alarm>,
-    #[serde(default)]
-    pub overdue_operations: Vec<Overdue>,
-    /// Older platforms omit it.
-    pub bundle_keys: Option<BundleKeys>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Alarm {
-    pub alarm: String,
-    pub since: String,
-    pub detail: BTreeMap<String, Value>,
-    pub released_until: Option<String>,
-    pub next: String,
-}
-
-impl Alarm {
-    /// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
-    pub fn line(&self) -> String {
-        let (cases, figures): (Vec<_>, Vec<_>) =
-            self.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
-        let figures: Vec<_> = figures.iter().map(|(name, value)| figure(name, value)).collect();
-        let cases = cases.iter().map(|(name, value)| format!("{}: {}", words(name), case(value)));
-        let shown: Vec<_> =
-            (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
-        let figures = if shown.is_empty() { String::new() } else { format!(" ({})", shown.join("; ")) };
-        let released = match &self.released_until {
-            Some(last) if self.alarm == "unknown_servers" => {
-                format!(", released: the last one is deleted at {last}")
-            }
-            Some(until) => format!(", released until {until}"),
-            None => String::new(),
-        };
-        format!("{}{figures} since {}{released}", self.alarm, self.since)
-    }
+/// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
+pub fn alarm_line(alarm: &Alarm) -> String {
+    let (cases, figures): (Vec<_>, Vec<_>) =
+        alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
+    let figures: Vec<_> = figures.iter().map(|(name, value)| figure(name, value)).collect();
+    let cases = cases.iter().map(|(name, value)| format!("{}: {}", words(name), case(value)));
+    let shown: Vec<_> = (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
+    let figures = if shown.is_empty() { String::new() } else { format!(" ({})", shown.join("; ")) };
+    let released = match &alarm.released_until {
+        Some(last) if alarm.alarm == "unknown_servers" => {
+            format!(", released: the last one is deleted at {last}")
+        }
+        Some(until) => format!(", released until {until}"),
+        None => String::new(),
+    };
+    format!("{}{figures} since {}{released}", alarm.alarm, alarm.since)
 }
 
 /// `missing 5`.
@@ -104,87 +73,40 @@ fn words(name: &str) -> String {
     }
 }
 
-/// An operation that runs for too long.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Overdue {
-    pub operation_id: String,
-    pub handle: String,
-    pub kind: String,
-    pub step: String,
-    pub age_seconds: u64,
+fn overdue_line(overdue: &OverdueOperation) -> String {
+    let OverdueOperation { handle, kind, step, .. } = overdue;
+    format!("{} of {handle} at {step} for {}", kind_noun(kind), span(overdue.age_seconds))
 }
 
-impl Overdue {
-    fn line(&self) -> String {
-        let Self { handle, kind, step, .. } = self;
-        format!("{} of {handle} at {step} for {}", kind_noun(kind), span(self.age_seconds))
-    }
-
-    fn advice(&self) -> String {
-        format!("svcctl operation {}", self.operation_id)
-    }
+fn overdue_advice(overdue: &OverdueOperation) -> String {
+    format!("svcctl operation {}", overdue.operation_id)
 }
 
 /// Shows a released alarm.
 pub fn released(alarm: &Alarm) -> String {
-    format!("{}\n  next: {}\n", alarm.line(), alarm.next)
+    format!("{}\n  next: {}\n", alarm_line(alarm), alarm.next)
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Totals {
-    pub machines: usize,
-    pub by_status: BTreeMap<String, usize>,
-    pub by_image_version: BTreeMap<String, usize>,
-    pub by_health: BTreeMap<String, usize>,
+fn attention_state(machine: &MachineInNeed) -> &str {
+    machine.ended.as_deref().unwrap_or(&machine.status)
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Backups {
-    pub max_age_seconds: Option<u64>,
-    pub p50_age_seconds: Option<u64>,
-    pub never: usize,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Attention {
-    pub machine_id: Option<String>,
-    pub idp_user_id: String,
-    pub slot: String,
-    pub handle: String,
-    pub status: String,
-    pub reasons: Vec<String>,
-    /// `replaced` or `deleted`, if the machine has left its slot.
-    pub ended: Option<String>,
-    /// The operation that waits for a decision.
-    pub operation_id: Option<String>,
-}
-
-impl Attention {
-    fn state(&self) -> &str {
-        self.ended.as_deref().unwrap_or(&self.status)
-    }
-
-    /// The first thing to do, given these alarms. A handle names only the active machine, so others are named by id.
-    fn next(&self, alarms: &[Alarm]) -> String {
-        let machine = self.machine_id.as_ref().filter(|_| self.ended.is_some()).unwrap_or(&self.handle);
-        let is_deleted = self.ended.as_deref() == Some("deleted");
-        let is_held_back = self.reasons.iter().any(|reason| reason == "snapshot_held");
-        let advice = match self.reasons.first().map(String::as_str) {
-            // The backup fails because its snapshot is held.
-            Some("backup_failing") if is_held_back => advice("snapshot_held"),
-            Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED_ADVICE,
-            Some("heartbeat_silent") if are_hosts_refused(alarms) => HOSTS_REFUSED_ADVICE,
-            Some(reason) => advice(reason),
-            None => "svcctl status HANDLE",
-        };
-        let operation = self.operation_id.as_deref().unwrap_or("ID");
-        let slot = args::slot_arguments(&self.idp_user_id, &self.slot);
-        advice.replace("HANDLE", machine).replace("OPERATION", operation).replace("USER_SLOT", &slot)
-    }
+/// The first thing to do, given these alarms. A handle names only the active machine, so others are named by id.
+fn next(machine: &MachineInNeed, alarms: &[Alarm]) -> String {
+    let name = if machine.ended.is_some() { machine.machine_id.as_str() } else { machine.handle.as_str() };
+    let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(Ended::Deleted));
+    let is_held_back = machine.reasons.iter().any(|reason| reason == "snapshot_held");
+    let advice = match machine.reasons.first().map(String::as_str) {
+        // The backup fails because its snapshot is held.
+        Some("backup_failing") if is_held_back => advice("snapshot_held"),
+        Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED_ADVICE,
+        Some("heartbeat_silent") if are_hosts_refused(alarms) => HOSTS_REFUSED_ADVICE,
+        Some(reason) => advice(reason),
+        None => "svcctl status HANDLE",
+    };
+    let operation = machine.operation_id.as_deref().unwrap_or("ID");
+    let slot = args::slot_arguments(&machine.idp_user_id, &machine.slot);
+    advice.replace("HANDLE", name).replace("OPERATION", operation).replace("USER_SLOT", &slot)
 }
 
 /// Whether the platform refuses live hosts: a missing heartbeat means nothing then.
@@ -195,35 +117,37 @@ fn are_hosts_refused(alarms: &[Alarm]) -> bool {
 /// Maximum machines that findings name; `svcctl fleet` lists all.
 const MAX_NAMED: usize = 20;
 
-impl Fleet {
-    /// Findings for the machines that need attention.
-    pub fn findings(&self, findings: Findings) -> Findings {
-        let findings =
-            self.alarms.iter().fold(findings, |found, alarm| found.problem(alarm.line(), alarm.next.clone()));
-        let findings = self
-            .overdue_operations
-            .iter()
-            .take(MAX_NAMED)
-            .fold(findings, |found, overdue| found.warning(overdue.line(), overdue.advice()));
-        let named = self.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
-            let reasons = machine.reasons.join(", ");
-            let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.state());
-            findings.warning(what, machine.next(&self.alarms))
-        });
-        let named = match &self.bundle_keys {
-            Some(keys) => keys.findings(named),
-            None => named,
-        };
-        let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MAX_NAMED);
-        let named = if more > 0 {
-            let verb = if more == 1 { "needs" } else { "need" };
-            let line = format!("and {} {verb} attention", counted(more as u64, "more machine"));
-            named.warning(line, "svcctl fleet")
-        } else {
-            named
-        };
-        named.or_ok(format!("{}, none needs attention", counted(self.totals.machines as u64, "machine")))
-    }
+/// Findings for the machines that need attention.
+pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
+    let findings = fleet
+        .alarms
+        .iter()
+        .fold(findings, |found, alarm| found.problem(alarm_line(alarm), alarm.next.clone()));
+    let findings = fleet
+        .overdue_operations
+        .iter()
+        .take(MAX_NAMED)
+        .fold(findings, |found, overdue| found.warning(overdue_line(overdue), overdue_advice(overdue)));
+    let named = fleet.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
+        let reasons = machine.reasons.join(", ");
+        let what =
+            format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, attention_state(machine));
+        findings.warning(what, next(machine, &fleet.alarms))
+    });
+    let named = match &fleet.bundle_keys {
+        Some(keys) => bundle_keys::findings(keys, named),
+        None => named,
+    };
+    let total = fleet.attention_total.max(fleet.attention.len() as u64);
+    let more = total.saturating_sub(MAX_NAMED as u64);
+    let named = if more > 0 {
+        let verb = if more == 1 { "needs" } else { "need" };
+        let line = format!("and {} {verb} attention", counted(more, "more machine"));
+        named.warning(line, "svcctl fleet")
+    } else {
+        named
+    };
+    named.or_ok(format!("{}, none needs attention", counted(fleet.totals.machines, "machine")))
 }
 
 pub fn show(view: &View, fleet: &Fleet) -> String {
@@ -240,25 +164,25 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         ],
     );
     for alarm in &fleet.alarms {
-        let line = view.paint(Some(Colour::Bad), &format!("alarm: {}", alarm.line()));
+        let line = view.paint(Some(Colour::Bad), &format!("alarm: {}", alarm_line(alarm)));
         shown.push_str(&format!("\n{line}\n  next: {}\n", alarm.next));
     }
     for overdue in &fleet.overdue_operations {
-        let line = view.paint(Some(Colour::Bad), &overdue.line());
-        shown.push_str(&format!("\n{line}\n  next: {}\n", overdue.advice()));
+        let line = view.paint(Some(Colour::Bad), &overdue_line(overdue));
+        shown.push_str(&format!("\n{line}\n  next: {}\n", overdue_advice(overdue)));
     }
     if fleet.attention.is_empty() {
         shown.push_str(&format!("\n{}\n", view.paint(Some(Colour::Good), "no machine needs attention")));
         return shown;
     }
-    let row = |a: &Attention| {
+    let row = |a: &MachineInNeed| {
         vec![
             a.handle.clone().into(),
-            Cell::state(a.state()),
+            Cell::state(attention_state(a)),
             a.idp_user_id.clone().into(),
             a.slot.clone().into(),
             Cell::painted(Some(Colour::Bad), a.reasons.join(", ")),
-            a.next(&fleet.alarms).into(),
+            next(a, &fleet.alarms).into(),
         ]
     };
     let rows: Vec<_> = fleet.attention.iter().map(row).collect();
@@ -266,7 +190,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         "\n{}",
         table::render(view, &["HANDLE", "STATUS", "USER", "SLOT", "WHY", "NEXT"], &rows)
     ));
-    let more = fleet.attention_total.unwrap_or(0).saturating_sub(fleet.attention.len());
+    let more = fleet.attention_total.saturating_sub(fleet.attention.len() as u64);
     if more > 0 {
         shown.push_str(&format!("and {more} more\n"));
     }
@@ -274,19 +198,20 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
 }
 
 /// `3 running, 1 failed`: sorted by count, without zeros.
-fn by_count(counts: &BTreeMap<String, usize>) -> String {
+fn by_count(counts: &BTreeMap<String, u64>) -> String {
     let mut there: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
     there.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
     there.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
 /// The open rollout with its id.
-fn rollout(open: Option<&Rollout>) -> Cell {
-    let line = open.map(|open| format!("{} ({})", open.progress(), open.rollout_id)).unwrap_or_default();
+fn rollout(open: Option<&RolloutSummary>) -> Cell {
+    let line =
+        open.map(|open| format!("{} ({})", deploy::progress(open), open.rollout_id)).unwrap_or_default();
     Cell::painted(Some(Colour::Moving), line)
 }
 
-fn backups(backups: &Backups) -> Cell {
+fn backups(backups: &BackupAges) -> Cell {
     let mut words = Vec::new();
     words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", span(age))));
     words.extend(backups.p50_age_seconds.map(|age| format!("median {}", span(age))));
@@ -334,7 +259,7 @@ fn advice(reason: &str) -> &'static str {
         }
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
         "gateway_failing" | "database_failing" => "check its logs; recover if it persists",
-        "update_rolled_back" | "update_failed" => Update::ADVICE,
+        "update_rolled_back" | "update_failed" => UPDATE_ADVICE,
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",
         "token_not_rotated" => "svcctl deploy start brings its host a release that rotates tokens",
@@ -355,23 +280,21 @@ mod tests {
     fn silent_machine_is_not_recovered_while_hosts_are_refused() {
         let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
             "status": "running", "reasons": ["heartbeat_silent"]});
-        let machine: Attention = serde_json::from_value(machine).unwrap();
+        let machine: MachineInNeed = serde_json::from_value(machine).unwrap();
         let alarm = |name: &str| {
-            let alarm =
-                json!({"alarm": name, "since": "T", "detail": {}, "releasedUntil": null, "next": "n"});
+            let alarm = json!({"alarm": name, "since": "T", "seenAt": "T", "detail": {}, "releasedUntil": null, "next": "n"});
             serde_json::from_value::<Alarm>(alarm).unwrap()
         };
-        assert!(machine.next(&[alarm("provider_limit")]).contains("recover"));
-        let refused = machine.next(&[alarm("provider_limit"), alarm("host_tokens_refused")]);
+        assert!(next(&machine, &[alarm("provider_limit")]).contains("recover"));
+        let refused = next(&machine, &[alarm("provider_limit"), alarm("host_tokens_refused")]);
         assert!(!refused.contains("recover") && refused.contains("host_tokens_refused"), "{refused}");
     }
 
     #[test]
     fn alarm_line_shows_figures_and_cases() {
         let alarm = |name: &str, detail: Value| {
-            let alarm =
-                json!({"alarm": name, "since": "T", "detail": detail, "releasedUntil": null, "next": "n"});
-            serde_json::from_value::<Alarm>(alarm).unwrap().line()
+            let alarm = json!({"alarm": name, "since": "T", "seenAt": "T", "detail": detail, "releasedUntil": null, "next": "n"});
+            alarm_line(&serde_json::from_value(alarm).unwrap())
         };
         assert_eq!(
             alarm("servers_missing", json!({"missing": 5, "live": 6, "failedInLastHour": 0, "limit": 4})),

@@ -1,98 +1,29 @@
 //! Text views of machines: a list, and one machine with its operations.
 
 use serde::Deserialize;
-use serde_json::Value;
 
-use super::boot::{Boot, BootProgress};
-use super::copies::{Copies, NewerSnapshot, unsaved};
-use super::failure::MachineFailure;
+use super::copies::{LeftTimes, unsaved};
 use super::human::{ago, seconds, size, when};
-use super::operation::{self, Operation};
 use super::table::{self, Cell};
-use super::token::UpgradeToken;
-use super::{Colour, View, compact, text};
+use super::{Colour, View, boot, copies, failure, operation, text, token};
 use crate::args;
 use svc_store::bucket::is_unusable_pointer;
+use svc_wire::change::AlsoDeleted;
+use svc_wire::copies::NewerSnapshot;
+use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, UpdateOutcome};
+use svc_wire::machine::{Attention, DiscardedMachine, Health, Machine, MachineDetail, MachinePage};
+use svc_wire::operation::Operation;
+use svc_wire::text::Time;
 
 /// A heartbeat older than this many seconds is highlighted; hosts send one every half minute.
 const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;
 
-/// A machine's record. Unknown fields are ignored.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Machine {
-    pub machine_id: String,
-    pub idp_user_id: String,
-    pub slot: String,
-    pub handle: String,
-    pub kind: Option<String>,
-    pub status: String,
-    pub failure: Option<MachineFailure>,
-    pub epoch: u64,
-    pub server_type: Option<String>,
-    pub location: Option<String>,
-    pub image_version: Option<String>,
-    pub provider_server_id: Option<String>,
-    pub public_ipv4: Option<String>,
-    pub registered_at: Option<String>,
-    pub heartbeat_at: Option<String>,
-    pub health: Option<Value>,
-    pub last_backup: Option<Value>,
-    /// The last checks of its snapshots, by kind.
-    pub checks: Option<Value>,
-    pub last_update: Option<Update>,
-    pub boot: Option<Boot>,
-    pub boot_progress: Option<BootProgress>,
-    /// The problems that its host last reported.
-    #[serde(default)]
-    pub attention: Vec<Attention>,
-    /// When an operator powered off its server.
-    pub powered_off_at: Option<String>,
-    /// Changes since then are in no snapshot.
-    pub unsaved_since: Option<String>,
-    pub replaced_by: Option<String>,
-    pub retired_at: Option<String>,
-    pub deleted_at: Option<String>,
-    pub created_at: Option<String>,
-    /// Older platforms omit it.
-    pub upgrade_token: Option<UpgradeToken>,
-    #[serde(default)]
-    pub operations: Vec<Operation>,
-    /// The copies of its slot's data; only in the response for one machine.
-    pub copies: Option<Copies>,
-}
-
-#[derive(Debug, Deserialize)]
-pub struct Attention {
-    pub code: String,
-    pub detail: String,
-}
-
-impl Attention {
-    fn cell(&self, handle: &str) -> Cell {
-        let next = match self.code.as_str() {
-            "snapshot_held" => format!("; if that is intended: `svcctl backup accept {handle}`"),
-            _ => String::new(),
-        };
-        Cell::painted(Some(Colour::Bad), format!("{}: {}{next}", self.code, self.detail))
-    }
-}
-
-/// The outcome of the last update, as its host reported it.
-#[derive(Debug, Deserialize)]
-pub struct Update {
-    pub version: String,
-    pub outcome: String,
-    pub stage: String,
-    pub error: Option<String>,
-    pub at: String,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Machines {
-    pub machines: Vec<Machine>,
-    pub next_cursor: Option<String>,
+fn attention_cell(item: &Attention, handle: &str) -> Cell {
+    let next = match item.code.as_str() {
+        "snapshot_held" => format!("; if that is intended: `svcctl backup accept {handle}`"),
+        _ => String::new(),
+    };
+    Cell::painted(Some(Colour::Bad), format!("{}: {}{next}", item.code, item.detail))
 }
 
 /// The response to a call that starts an operation.
@@ -125,53 +56,29 @@ pub struct Accepted {
     pub action: Option<String>,
 }
 
-/// The response to a discard: the machine, and the operation that deletes its server.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Discarded {
-    #[serde(flatten)]
-    machine: Machine,
-    pub operation_id: Option<String>,
-    #[serde(default)]
-    already_ordered: bool,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct AlsoDeleted {
-    pub machine_id: String,
-    pub operation_id: String,
-    pub undeletable_until: Option<String>,
-}
-
-impl Discarded {
-    pub fn show(&self, view: &View) -> String {
-        let Self { machine, operation_id, already_ordered } = self;
-        let id = &machine.machine_id;
-        let server = machine.provider_server_id.as_deref().unwrap_or("unknown");
-        let operation = operation_id.clone().unwrap_or_else(|| {
-            format!(
-                "not started yet: `svcctl status {id}` shows it once the platform has compared its machines with the \
-                 provider's servers; `svcctl fleet` shows an alarm that blocks it"
-            )
-        });
-        let note =
-            if *already_ordered { "its deletion was already requested; nothing was changed" } else { "" };
-        table::pairs(
-            view,
-            &[
-                ("machine", id.clone().into()),
-                (
-                    "slot",
-                    format!("{}, slot {} of {}", machine.handle, machine.slot, machine.idp_user_id).into(),
-                ),
-                ("status", Cell::state(machine.shown_state())),
-                ("server", format!("{server}: being deleted, with its disk").into()),
-                ("operation", operation.into()),
-                ("note", note.into()),
-            ],
+/// Shows the machine whose server is being deleted.
+pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
+    let DiscardedMachine { machine, operation_id, already_ordered } = discarded;
+    let id = &machine.machine_id;
+    let server = machine.provider_server_id.as_deref().unwrap_or("unknown");
+    let operation = operation_id.as_ref().map_or_else(|| {
+        format!(
+            "not started yet: `svcctl status {id}` shows it once the platform has compared its machines with the \
+             provider's servers; `svcctl fleet` shows an alarm that blocks it"
         )
-    }
+    }, ToString::to_string);
+    let note = if *already_ordered { "its deletion was already requested; nothing was changed" } else { "" };
+    table::pairs(
+        view,
+        &[
+            ("machine", id.clone().into()),
+            ("slot", format!("{}, slot {} of {}", machine.handle, machine.slot, machine.idp_user_id).into()),
+            ("status", Cell::state(shown_state(machine))),
+            ("server", format!("{server}: being deleted, with its disk").into()),
+            ("operation", operation.into()),
+            ("note", note.into()),
+        ],
+    )
 }
 
 impl Accepted {
@@ -211,101 +118,78 @@ impl Accepted {
     }
 }
 
-impl Machine {
-    /// The status, or `deleted` or `replaced` after it has left its slot.
-    pub fn state_word(&self) -> &str {
-        if self.deleted_at.is_some() {
-            "deleted"
-        } else if self.replaced_by.is_some() {
-            "replaced"
-        } else {
-            &self.status
-        }
-    }
-
-    /// [`Self::state_word`], or `off` instead of `running` while it is powered off.
-    pub fn shown_state(&self) -> &str {
-        let is_off = self.powered_off_at.is_some() && self.state_word() == "running";
-        if is_off { "off" } else { self.state_word() }
-    }
-
-    /// When it was powered off, and the command that powers it on.
-    fn power_cell(&self, view: &View) -> Cell {
-        let Some(at) = self.powered_off_at.as_deref().filter(|_| self.is_active()) else { return "".into() };
-        let line =
-            format!("powered off {}; `svcctl power on {}` powers it on", when(view.now, at), self.handle);
-        Cell::painted(Some(Colour::Bad), line)
-    }
-
-    pub fn is_active(&self) -> bool {
-        self.deleted_at.is_none() && self.replaced_by.is_none()
-    }
-
-    /// When it left its slot.
-    pub fn left_at(&self) -> Option<&String> {
-        self.retired_at.as_ref().or(self.deleted_at.as_ref())
-    }
-
-    /// The changes that only its server has, if known.
-    pub fn unsaved(&self, view: &View) -> Option<String> {
-        let since = self.unsaved_since.as_deref()?;
-        Some(unsaved(view, since, self.left_at().map(String::as_str)))
-    }
-
-    /// Whether its last backup failed because the slot's pointer cannot be used.
-    fn is_pointer_unusable(&self) -> bool {
-        let backup = self.last_backup.as_ref().filter(|backup| backup["status"] == "error");
-        backup.and_then(|backup| backup["error"].as_str()).is_some_and(is_unusable_pointer)
-    }
-
-    /// Its operation that waits for a decision.
-    pub fn waiting(&self) -> Option<&Operation> {
-        self.operations.iter().find(|operation| operation.question().is_some())
-    }
-
-    fn heartbeat(&self, view: &View, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
-        let Some(at) = &self.heartbeat_at else { return "".into() };
-        let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
-        let late = quiet && self.shown_state() == "running";
-        Cell::painted(late.then_some(Colour::Bad), format(view.now, at))
-    }
+/// The machine's state, or `off` instead of `running` while it is powered off.
+pub fn shown_state(machine: &Machine) -> &str {
+    let is_off = machine.powered_off_at.is_some() && machine.state_word() == "running";
+    if is_off { "off" } else { machine.state_word() }
 }
 
-impl Update {
-    /// The advice after a failed update.
-    pub const ADVICE: &str =
-        "`svc-update status` on its host shows more; publish another version and `svcctl deploy start` it";
-
-    fn has_failed(&self) -> bool {
-        self.outcome != "updated"
-    }
-
-    /// `2026.11.2 rolled_back at health: not ready; 2026-01-01 00:00:00 UTC, 5 min ago`.
-    fn cell(&self, view: &View) -> Cell {
-        let Self { version, outcome, stage, error, at } = self;
-        let at = when(view.now, at);
-        if !self.has_failed() {
-            return format!("{version} {outcome}, {at}").into();
-        }
-        let error = error.as_deref().map(|error| format!(": {error}")).unwrap_or_default();
-        Cell::painted(Some(Colour::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
-    }
+/// When it was powered off, and the command that powers it on.
+fn power_cell(view: &View, machine: &Machine) -> Cell {
+    let Some(at) = machine.powered_off_at.as_deref().filter(|_| machine.is_active()) else {
+        return "".into();
+    };
+    let line =
+        format!("powered off {}; `svcctl power on {}` powers it on", when(view.now, at), machine.handle);
+    Cell::painted(Some(Colour::Bad), line)
 }
 
-pub fn list(view: &View, page: &Machines) -> String {
+/// The changes that only its server has, if known.
+pub fn unsaved_changes(view: &View, machine: &Machine) -> Option<String> {
+    Some(unsaved(view, machine.unsaved_since.as_deref()?, machine.left_at()))
+}
+
+/// Whether its last backup failed because the slot's pointer cannot be used.
+fn is_pointer_unusable(machine: &Machine) -> bool {
+    let backup = machine.last_backup.as_ref().filter(|backup| backup.status.is(Outcome::Error));
+    backup.and_then(|backup| backup.error.as_deref()).is_some_and(is_unusable_pointer)
+}
+
+/// Its operation that waits for a decision.
+pub fn waiting_operation(machine: &MachineDetail) -> Option<&Operation> {
+    machine.operations.iter().find(|operation| operation.question().is_some())
+}
+
+fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
+    let Some(at) = &machine.heartbeat_at else { return "".into() };
+    let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
+    let late = quiet && shown_state(machine) == "running";
+    Cell::painted(late.then_some(Colour::Bad), format(view.now, at))
+}
+
+/// The advice after a failed update.
+pub const UPDATE_ADVICE: &str =
+    "`svc-update status` on its host shows more; publish another version and `svcctl deploy start` it";
+
+fn has_update_failed(update: &LastUpdate) -> bool {
+    !update.outcome.is(UpdateOutcome::Updated)
+}
+
+/// `2026.11.2 rolled_back at health: not ready; 2026-01-01 00:00:00 UTC, 5 min ago`.
+fn update_cell(view: &View, update: &LastUpdate) -> Cell {
+    let LastUpdate { version, outcome, stage, error, at } = update;
+    let at = when(view.now, at);
+    if !has_update_failed(update) {
+        return format!("{version} {outcome}, {at}").into();
+    }
+    let error = error.as_deref().map(|error| format!(": {error}")).unwrap_or_default();
+    Cell::painted(Some(Colour::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
+}
+
+pub fn list(view: &View, page: &MachinePage) -> String {
     if page.machines.is_empty() {
         return "no machines\n".to_owned();
     }
     let row = |m: &Machine| {
         vec![
             m.handle.clone().into(),
-            Cell::state(m.shown_state()),
+            Cell::state(shown_state(m)),
             m.idp_user_id.clone().into(),
             m.slot.clone().into(),
-            text(m.server_type.as_ref()).into(),
-            text(m.image_version.as_ref()).into(),
+            m.server_type.clone().into(),
+            m.image_version.clone().into(),
             m.epoch.to_string().into(),
-            m.heartbeat(view, ago),
+            heartbeat_cell(view, m, ago),
             backup_cell(view, m.last_backup.as_ref(), ago),
             Cell::painted(Some(Colour::Faint), m.machine_id.clone()),
         ]
@@ -320,16 +204,21 @@ pub fn list(view: &View, page: &Machines) -> String {
     shown
 }
 
-pub fn one(view: &View, m: &Machine) -> String {
-    let time = |at: &Option<String>| at.as_deref().map(|at| when(view.now, at)).unwrap_or_default();
+pub fn one(view: &View, m: &MachineDetail) -> String {
+    one_with_left_times(view, m, &LeftTimes::new())
+}
+
+/// [`one`], with the times when the machines of kept servers left the slot.
+pub fn one_with_left_times(view: &View, m: &MachineDetail, left_times: &LeftTimes) -> String {
+    let time = |at: &Option<Time>| at.as_deref().map(|at| when(view.now, at)).unwrap_or_default();
     let failure = m.failure.as_ref();
     let update = m.last_update.as_ref();
     let next = match failure {
-        _ if m.waiting().is_some() => "answer the question of its operation below".to_owned(),
-        Some(failure) if !m.is_active() => failure.advice_after_return(m).unwrap_or_default(),
+        _ if waiting_operation(m).is_some() => "answer the question of its operation below".to_owned(),
+        Some(failure) if !m.is_active() => failure::advice_after_return(failure, m).unwrap_or_default(),
         _ if !m.is_active() => String::new(),
-        Some(failure) => failure.advice(m),
-        None if m.is_pointer_unusable() => {
+        Some(failure) => failure::advice(failure, m),
+        None if is_pointer_unusable(m) => {
             let slot = args::slot_arguments(&m.idp_user_id, &m.slot);
             format!(
                 "the snapshot pointer cannot be used: `svcctl pointer show {slot}` shows what is wrong and what a rebuild would \
@@ -337,46 +226,47 @@ pub fn one(view: &View, m: &Machine) -> String {
                 m.machine_id
             )
         }
-        None if update.is_some_and(Update::has_failed) => Update::ADVICE.to_owned(),
+        None if update.is_some_and(has_update_failed) => UPDATE_ADVICE.to_owned(),
         None => String::new(),
     };
-    let copies = m.copies.as_ref().map(|copies| copies.rows(view, m)).unwrap_or_default();
+    let copies =
+        m.copies.as_ref().map(|copies| copies::rows(view, copies, m, left_times)).unwrap_or_default();
     let mut rows = vec![
         ("machine", m.machine_id.clone().into()),
         ("handle", Cell::painted(Some(Colour::Strong), m.handle.clone())),
         ("user", m.idp_user_id.clone().into()),
         ("slot", m.slot.clone().into()),
-        ("kind", text(m.kind.as_ref()).into()),
-        ("status", Cell::state(m.shown_state())),
-        ("power", m.power_cell(view)),
-        ("failure", Cell::painted(Some(Colour::Bad), failure.map(MachineFailure::line).unwrap_or_default())),
+        ("kind", m.kind.clone().into()),
+        ("status", Cell::state(shown_state(m))),
+        ("power", power_cell(view, m)),
+        ("failure", Cell::painted(Some(Colour::Bad), failure.map(failure::line).unwrap_or_default())),
         ("next", next.into()),
         (
             "boot",
             m.boot
                 .as_ref()
-                .map(|boot| boot.line(view, m.registered_at.as_ref(), m.boot_progress.as_ref()))
+                .map(|boot| boot::line(view, boot, m.registered_at.as_ref(), m.boot_progress.as_ref()))
                 .unwrap_or_default()
                 .into(),
         ),
         ("epoch", m.epoch.to_string().into()),
-        ("type", text(m.server_type.as_ref()).into()),
+        ("type", m.server_type.clone().into()),
         ("server", text(m.provider_server_id.as_ref()).into()),
-        ("location", text(m.location.as_ref()).into()),
-        ("image", text(m.image_version.as_ref()).into()),
-        ("address", text(m.public_ipv4.as_ref()).into()),
-        ("created", time(&m.created_at).into()),
+        ("location", m.location.clone().into()),
+        ("image", m.image_version.clone().into()),
+        ("address", m.public_ipv4.map(|address| address.to_string()).unwrap_or_default().into()),
+        ("created", when(view.now, &m.created_at).into()),
         ("registered", time(&m.registered_at).into()),
-        ("heartbeat", m.heartbeat(view, when)),
+        ("heartbeat", heartbeat_cell(view, m, when)),
         ("health", health_cell(m.health.as_ref())),
         ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
-        ("update", update.map_or_else(|| "".into(), |update| update.cell(view))),
-        ("token", m.upgrade_token.as_ref().map(|token| token.line(view)).unwrap_or_default().into()),
-        ("replaced by", text(m.replaced_by.as_ref()).into()),
+        ("update", update.map_or_else(|| "".into(), |update| update_cell(view, update))),
+        ("token", m.upgrade_token.as_ref().map(|token| token::line(view, token)).unwrap_or_default().into()),
+        ("replaced by", m.replaced_by.as_deref().unwrap_or_default().into()),
         ("deleted", time(&m.deleted_at).into()),
     ];
     if m.is_active() {
-        rows.extend(m.attention.iter().map(|item| ("attention", item.cell(&m.handle))));
+        rows.extend(m.attention.iter().map(|item| ("attention", attention_cell(item, &m.handle))));
     }
     rows.extend(copies);
     let mut shown = table::pairs(view, &rows);
@@ -460,34 +350,38 @@ fn undo(view: &View, a: &Accepted) -> String {
 }
 
 /// `gateway ok, database failing`, and the free disk space.
-fn health_cell(health: Option<&Value>) -> Cell {
-    let Some(parts) = health.and_then(Value::as_object) else { return "".into() };
-    let states = || parts.iter().filter_map(|(part, how)| Some((part, how.as_str()?)));
-    let mut words: Vec<_> = states().map(|(part, how)| format!("{part} {how}")).collect();
-    let disk =
-        parts.get("disk").and_then(|disk| Some((disk["freeBytes"].as_u64()?, disk["totalBytes"].as_u64()?)));
-    words.extend(disk.map(|(free, total)| format!("{} of {} disk free", size(free), size(total))));
-    let well = states().all(|(_, how)| how == "ok");
+fn health_cell(health: Option<&Health>) -> Cell {
+    let Some(Health { gateway, database, disk }) = health else { return "".into() };
+    let mut words = vec![format!("gateway {gateway}"), format!("database {database}")];
+    words.extend(
+        disk.map(|disk| format!("{} of {} disk free", size(disk.free_bytes), size(disk.total_bytes))),
+    );
+    let well = [gateway, database].into_iter().all(|status| status.is(ComponentStatus::Ok));
     Cell::painted(Some(if well { Colour::Good } else { Colour::Bad }), words.join(", "))
 }
 
 /// The last backup, as the host reported it.
-fn backup_cell(view: &View, backup: Option<&Value>, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
-    let Some(backup) = backup.filter(|backup| backup.is_object()) else { return "".into() };
-    if backup["status"] == "error" {
-        return Cell::painted(Some(Colour::Bad), format!("error: {}", compact(backup.get("error"))));
+fn backup_cell(
+    view: &View,
+    backup: Option<&LastBackup>,
+    format: fn(jiff::Timestamp, &str) -> String,
+) -> Cell {
+    let Some(backup) = backup else { return "".into() };
+    if backup.status.is(Outcome::Error) {
+        let error = backup.error.as_deref().unwrap_or_default();
+        return Cell::painted(Some(Colour::Bad), format!("error: {error}"));
     }
-    let Some(taken) = backup["takenAt"].as_str() else { return compact(Some(backup)).into() };
-    let size = backup["sizeBytes"].as_u64().map(|bytes| format!(", {}", size(bytes))).unwrap_or_default();
+    let Some(taken) = &backup.taken_at else { return backup.status.clone().into() };
+    let size = backup.size_bytes.map(|bytes| format!(", {}", size(bytes))).unwrap_or_default();
     format!("{}{size}", format(view.now, taken)).into()
 }
 
 /// The data at risk if the machine is replaced or deleted.
-pub fn data_at_risk(view: &View, m: &Machine) -> String {
-    let known = m.copies.as_ref().map(|copies| copies.stake(view));
+pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
+    let known = m.copies.as_ref().map(|copies| copies::stake(view, copies));
     let reported = || {
-        let backup = m.last_backup.as_ref().filter(|backup| backup["status"] != "error");
-        let taken = backup.and_then(|backup| backup["takenAt"].as_str());
+        let backup = m.last_backup.as_ref().filter(|backup| !backup.status.is(Outcome::Error));
+        let taken = backup.and_then(|backup| backup.taken_at.as_ref());
         taken.map_or_else(
             || "the host has reported no successful backup".to_owned(),
             |at| format!("its last backup is from {}", when(view.now, at)),

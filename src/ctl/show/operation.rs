@@ -1,32 +1,10 @@
 //! Text view of an operation and its log.
 
-use serde::Deserialize;
-use serde_json::Value;
-
 use super::human::{ago, seconds};
-use super::{Colour, View, compact};
+use super::{Colour, View};
 use svc_base::quantity::counted;
 use svc_base::untrusted_text::one_line;
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Operation {
-    pub operation_id: String,
-    pub machine_id: String,
-    pub kind: String,
-    pub state: String,
-    pub step: Option<String>,
-    pub attempts: Option<u64>,
-    pub error_code: Option<String>,
-    pub created_at: Option<String>,
-    pub ended_at: Option<String>,
-    pub question: Option<Question>,
-    #[serde(default)]
-    pub log: Vec<LogEntry>,
-    /// Number of older entries that the platform omitted.
-    #[serde(default)]
-    pub log_omitted: u64,
-}
+use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 
 /// The code of the question about a held last backup.
 pub const HELD_BACK: &str = "last_backup_held_back";
@@ -35,158 +13,113 @@ const UNVERIFIED_FENCE: &str = "unverified_fence";
 /// The code of the question which snapshot to restore.
 const NEWER_SNAPSHOT: &str = "newer_snapshot";
 
-/// A question that an operator must answer.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Question {
-    pub code: Option<String>,
-    pub detail: String,
-    /// The snapshot that an answer may choose.
-    pub snapshot_key: Option<String>,
+/// Whether a retry of the step may resolve the question.
+fn may_be_settled(question: &Question) -> bool {
+    let code = question.code.as_str();
+    code.starts_with("last_backup") || [UNVERIFIED_FENCE, NEWER_SNAPSHOT].contains(&code)
 }
 
-impl Question {
-    /// Whether a retry of the step may resolve the question.
-    fn may_be_settled(&self) -> bool {
-        let settled_codes = [UNVERIFIED_FENCE, NEWER_SNAPSHOT];
-        self.code
-            .as_deref()
-            .is_some_and(|code| code.starts_with("last_backup") || settled_codes.contains(&code))
-    }
+/// Whether to show a line: the end of a step implies that it was filed and begun.
+pub fn should_show(line: &LogLine) -> bool {
+    !matches!(line.outcome.as_str(), "filed" | "begun")
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct LogEntry {
-    /// Increases from entry to entry; older platforms omit it.
-    pub seq: Option<u64>,
-    pub at: String,
-    pub step: String,
-    pub outcome: Option<String>,
-    pub detail: Option<Value>,
-    /// Number of repetitions after `at`, and the time of the last one.
-    #[serde(default)]
-    pub repeats: u64,
-    pub repeated_at: Option<String>,
+/// The reason why the current step is retried or waits, if that is its last line.
+fn waits_for(operation: &Operation) -> Option<String> {
+    let last = operation.log.last().filter(|_| operation.state.is(OperationState::Running))?;
+    let is_waiting = match last.outcome.as_str() {
+        "retry" => operation.error_code.is_some() || operation.attempts > 0,
+        outcome => outcome == "waits",
+    };
+    let why = last.detail.as_ref().filter(|_| is_waiting && operation.step == last.step);
+    why.map(|why| one_line(why).into_owned())
 }
 
-impl LogEntry {
-    /// Whether to show it: the end of a step implies that it was filed and begun.
-    pub fn should_show(&self) -> bool {
-        !matches!(self.outcome.as_deref(), Some("filed" | "begun"))
-    }
-}
-
-impl Operation {
-    /// Its question, if it waits for a decision.
-    pub fn question(&self) -> Option<&Question> {
-        self.question.as_ref().filter(|_| self.state == "waiting")
-    }
-
-    pub fn noun(&self) -> &str {
-        kind_noun(&self.kind)
-    }
-
-    pub fn is_under_way(&self) -> bool {
-        matches!(self.state.as_str(), "running" | "waiting")
-    }
-
-    /// The reason why the current step is retried or waits, if that is its last entry.
-    fn waits_for(&self) -> Option<String> {
-        let last = self.log.last().filter(|_| self.state == "running")?;
-        let is_retried = self.error_code.is_some() || self.attempts.is_some_and(|attempts| attempts > 0);
-        let is_waiting = match last.outcome.as_deref() {
-            Some("retry") => is_retried,
-            outcome => outcome == Some("waits"),
-        };
-        let why = last.detail.as_ref().filter(|_| is_waiting && self.step.as_ref() == Some(&last.step));
-        why.map(|why| compact(Some(why)))
-    }
-
-    /// The commands that answer its question, with their effects.
-    pub fn answers(&self) -> Vec<String> {
-        let id = &self.operation_id;
-        let back = match self.kind.as_str() {
-            "provision" | "recover" => "the slot returns to its old machine",
-            "delete" => "the deletion is undone",
-            _ => "it ends at its current step",
-        };
-        let code = self.question().and_then(|question| question.code.as_deref());
-        let again = self.question().filter(|question| question.may_be_settled()).map(|_| {
-            let what = match code {
-                Some(HELD_BACK) => format!(
-                    "after `svcctl backup accept {}` it goes ahead with the accepted snapshot; otherwise its host takes \
-                     another backup, and the operation waits again if that is held, too",
-                    self.machine_id
-                ),
-                Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
-                _ => "the last backup is retried".to_owned(),
-            };
-            format!("`svcctl operation continue {id}`: {what}")
-        });
+/// The commands that answer its question, with their effects.
+pub fn answers(operation: &Operation) -> Vec<String> {
+    let id = &operation.operation_id;
+    let back = match operation.kind.as_str() {
+        "provision" | "recover" => "the slot returns to its old machine",
+        "delete" => "the deletion is undone",
+        _ => "it ends at its current step",
+    };
+    let code = operation.question().map(|question| question.code.as_str());
+    let again = operation.question().filter(|question| may_be_settled(question)).map(|_| {
         let what = match code {
-            Some(NEWER_SNAPSHOT) => {
-                "the new machine restores the latest snapshot; the newer one stays in the store"
-            }
-            Some("database_behind_store") => "the machine is deleted again",
-            Some(UNVERIFIED_FENCE) => "it goes ahead, regardless of the machine that the fence names",
-            Some(HELD_BACK) => {
-                "it goes ahead with the newest snapshot that is not held; data that exists only on the old server is lost \
-                 when that is deleted"
-            }
-            _ => "it goes ahead, and that data is lost when the old server is deleted",
+            Some(HELD_BACK) => format!(
+                "after `svcctl backup accept {}` it goes ahead with the accepted snapshot; otherwise its host takes \
+                 another backup, and the operation waits again if that is held, too",
+                operation.machine_id
+            ),
+            Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
+            _ => "the last backup is retried".to_owned(),
         };
-        let newer = self.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
-            format!("`svcctl operation continue {id} --snapshot {key}`: the new machine restores the newer snapshot")
-        });
-        let others = [
-            format!("`svcctl operation continue {id} --accept-loss`: {what}"),
-            format!("`svcctl operation abandon {id}`: {back}"),
-        ];
-        newer.into_iter().chain(again).chain(others).collect()
-    }
+        format!("`svcctl operation continue {id}`: {what}")
+    });
+    let what = match code {
+        Some(NEWER_SNAPSHOT) => {
+            "the new machine restores the latest snapshot; the newer one stays in the store"
+        }
+        Some("database_behind_store") => "the machine is deleted again",
+        Some(UNVERIFIED_FENCE) => "it goes ahead, regardless of the machine that the fence names",
+        Some(HELD_BACK) => {
+            "it goes ahead with the newest snapshot that is not held; data that exists only on the old server is lost \
+             when that is deleted"
+        }
+        _ => "it goes ahead, and that data is lost when the old server is deleted",
+    };
+    let newer = operation.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
+        format!(
+            "`svcctl operation continue {id} --snapshot {key}`: the new machine restores the newer snapshot"
+        )
+    });
+    let others = [
+        format!("`svcctl operation continue {id} --accept-loss`: {what}"),
+        format!("`svcctl operation abandon {id}`: {back}"),
+    ];
+    newer.into_iter().chain(again).chain(others).collect()
+}
 
-    /// The question and its answers, one per line.
-    pub fn question_lines(&self) -> Vec<String> {
-        let Some(question) = self.question() else { return Vec::new() };
-        let words = std::iter::once("either").chain(std::iter::repeat("or"));
-        let answers = words.zip(self.answers()).map(|(word, answer)| format!("  {word:<6}  {answer}"));
-        std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
-    }
+/// The question and its answers, one per line.
+pub fn question_lines(operation: &Operation) -> Vec<String> {
+    let Some(question) = operation.question() else { return Vec::new() };
+    let words = std::iter::once("either").chain(std::iter::repeat("or"));
+    let answers = words.zip(answers(operation)).map(|(word, answer)| format!("  {word:<6}  {answer}"));
+    std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
+}
 
-    /// `  12.3 s  create_server  done`, with the time since the operation's start.
-    pub fn line(&self, view: &View, entry: &LogEntry) -> String {
-        let outcome = entry.outcome.as_deref().unwrap_or_default();
-        let detail = compact(entry.detail.as_ref());
-        let parts = [
-            self.offset(&entry.at),
-            entry.step.clone(),
-            view.paint(Colour::of_state(outcome), outcome),
-            view.paint(Some(Colour::Faint), &detail),
-            self.repeats(entry),
-        ];
-        parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
-    }
+/// `  12.3 s  create_server  done`, with the time since the operation's start.
+pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
+    let outcome = entry.outcome.as_str();
+    let detail = entry.detail.as_deref().map(one_line).unwrap_or_default();
+    let parts = [
+        offset(operation, &entry.at),
+        entry.step.clone(),
+        view.paint(Colour::of_state(outcome), outcome),
+        view.paint(Some(Colour::Faint), &detail),
+        repeats(operation, entry),
+    ];
+    parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
+}
 
-    fn repeats(&self, entry: &LogEntry) -> String {
-        let last = entry.repeated_at.as_deref().filter(|_| entry.repeats > 0);
-        last.map_or_else(String::new, |last| {
-            format!("(repeated {}, last at {})", counted(entry.repeats, "time"), self.offset(last).trim())
-        })
-    }
+fn repeats(operation: &Operation, entry: &LogLine) -> String {
+    let repeated = entry.repeats.filter(|repeats| *repeats > 0).zip(entry.repeated_at.as_ref());
+    repeated.map_or_else(String::new, |(repeats, last)| {
+        format!("(repeated {}, last at {})", counted(repeats, "time"), offset(operation, last).trim())
+    })
+}
 
-    /// The entries after this sequence number, and the last sequence number.
-    pub fn entries_after(&self, seen: u64) -> (Vec<&LogEntry>, u64) {
-        let numbered = self.log.iter().zip(1..).map(|(entry, place)| (entry.seq.unwrap_or(place), entry));
-        let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(seen);
-        (numbered.filter(|(number, _)| *number > seen).map(|(_, entry)| entry).collect(), last)
-    }
+/// The entries after this sequence number, and the last sequence number.
+pub fn lines_after(operation: &Operation, seen: u64) -> (Vec<&LogLine>, u64) {
+    let numbered = operation.log.iter().zip(1..).map(|(entry, place)| (entry.seq.unwrap_or(place), entry));
+    let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(seen);
+    (numbered.filter(|(number, _)| *number > seen).map(|(_, entry)| entry).collect(), last)
+}
 
-    /// A time of the API, relative to the operation's start.
-    pub fn offset(&self, at: &str) -> String {
-        let from = self.created_at.as_deref().and_then(|created| seconds(created, at));
-        from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
-    }
+/// A time of the API, relative to the operation's start.
+pub fn offset(operation: &Operation, at: &str) -> String {
+    let from = seconds(&operation.created_at, at);
+    from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
 }
 
 /// The noun for an operation of this kind.
@@ -209,27 +142,28 @@ pub fn one(view: &View, o: &Operation) -> String {
         view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
     ];
     if o.is_under_way() {
-        head.extend(o.step.as_ref().map(|step| format!("at {step}")));
-        head.extend(o.attempts.filter(|n| *n > 0).map(|n| format!("attempt {}", n + 1)));
+        head.push(format!("at {}", o.step));
+        head.extend((o.attempts > 0).then(|| format!("attempt {}", o.attempts + 1)));
     }
     head.extend(o.error_code.as_ref().map(|code| view.paint(Some(Colour::Bad), code)));
-    head.extend(o.created_at.as_deref().map(|at| ago(view.now, at)));
-    let took = o.created_at.as_deref().zip(o.ended_at.as_deref()).and_then(|(from, to)| seconds(from, to));
+    head.push(ago(view.now, &o.created_at));
+    let took = o.ended_at.as_ref().and_then(|ended| seconds(&o.created_at, ended));
     head.extend(took.map(|took| format!("took {took:.1} s")));
     head.push(view.paint(Some(Colour::Faint), &o.operation_id));
     let mut shown = head.join("  ") + "\n";
-    if let Some(why) = o.waits_for() {
+    if let Some(why) = waits_for(o) {
         shown.push_str(&format!("{}\n", view.paint(Some(Colour::Moving), &format!("waiting: {why}"))));
     }
-    for line in o.question_lines() {
+    for line in question_lines(o) {
         shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
     }
-    if o.log_omitted > 0 {
-        let (entries, are) = if o.log_omitted == 1 { ("entry", "is") } else { ("entries", "are") };
-        shown.push_str(&format!("({} older {entries} {are} not shown)\n", o.log_omitted));
+    let omitted = o.log_omitted.unwrap_or_default();
+    if omitted > 0 {
+        let (entries, are) = if omitted == 1 { ("entry", "is") } else { ("entries", "are") };
+        shown.push_str(&format!("({omitted} older {entries} {are} not shown)\n"));
     }
-    for entry in o.log.iter().filter(|entry| entry.should_show()) {
-        shown.push_str(&format!("{}\n", o.line(view, entry)));
+    for entry in o.log.iter().filter(|entry| should_show(entry)) {
+        shown.push_str(&format!("{}\n", line(view, o, entry)));
     }
     shown
 }
@@ -241,7 +175,7 @@ fn operation_colour(state: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -256,10 +190,10 @@ mod tests {
     fn waits_for_shows_why_the_current_step_is_retried() {
         let mut waiting = json!({
             "operationId": ID, "machineId": MACHINE, "kind": "delete", "state": "running", "step": "last_backup",
-            "attempts": 1, "errorCode": null,
+            "attempts": 1, "errorCode": null, "createdAt": "T", "updatedAt": "T",
             "log": [{"at": "T", "step": "last_backup", "outcome": "retry", "detail": "the store does not answer"}],
         });
-        let why = |operation: &Value| read(operation).waits_for();
+        let why = |operation: &Value| waits_for(&read(operation));
         assert_eq!(why(&waiting).as_deref(), Some("the store does not answer"));
         waiting["attempts"] = 0.into();
         assert_eq!(why(&waiting), None);
@@ -275,11 +209,11 @@ mod tests {
     /// Each answer says what happens to the held snapshot.
     #[test]
     fn answers_to_a_held_backup_are_precise() {
-        let answers = read(&json!({
+        let answers = answers(&read(&json!({
             "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
+            "attempts": 0, "createdAt": "T", "updatedAt": "T",
             "question": {"code": "last_backup_held_back", "detail": "Held back."},
-        }))
-        .answers();
+        })));
         for (answer, part) in answers.iter().zip([
             format!(
                 "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it goes ahead with"

@@ -2,43 +2,11 @@
 
 use std::path::Path;
 
-use serde::Deserialize;
-
 use super::human::when;
 use super::table::{self, Cell};
 use super::{Colour, View, text};
-
-#[derive(Debug, Deserialize)]
-pub struct Operators {
-    pub operators: Vec<Operator>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Operator {
-    pub name: String,
-    pub scopes: Vec<String>,
-    pub state: String,
-    pub expires_at: String,
-    pub last_used_at: Option<String>,
-    pub previous_token_expires_at: Option<String>,
-    pub created_by: String,
-}
-
-/// The response to a request that issues a token.
-#[derive(Deserialize)]
-pub struct IssuedToken {
-    pub operator: Operator,
-    pub token: String,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct WhoAmI {
-    pub name: String,
-    pub scopes: Vec<String>,
-    pub expires_at: Option<String>,
-}
+use svc_wire::operator::{IssuedToken, Operator, Scope, WhoAmI};
+use svc_wire::text::Text;
 
 pub fn list(view: &View, operators: &[Operator]) -> String {
     if operators.is_empty() {
@@ -51,8 +19,8 @@ pub fn list(view: &View, operators: &[Operator]) -> String {
         };
         vec![
             o.name.clone().into(),
-            o.scopes.join(",").into(),
-            Cell::painted(Some(colour), o.state.clone()),
+            joined(&o.scopes, ",").into(),
+            Cell::painted(Some(colour), o.state.as_str()),
             when(view.now, &o.expires_at).into(),
             o.last_used_at.as_deref().map(|at| when(view.now, at)).unwrap_or_default().into(),
             o.created_by.clone().into(),
@@ -64,14 +32,14 @@ pub fn list(view: &View, operators: &[Operator]) -> String {
 
 /// Shows a new token, or the file that it was written to.
 pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String {
-    let IssuedToken { operator, token } = issued;
+    let (operator, token) = (&issued.issue.operator, &issued.token);
     let shown = file.map_or_else(|| token.clone(), |file| format!("written to {}", file.display()));
     let previous = operator.previous_token_expires_at.as_deref();
     let mut output = table::pairs(
         view,
         &[
             ("operator", operator.name.clone().into()),
-            ("scopes", operator.scopes.join(", ").into()),
+            ("scopes", joined(&operator.scopes, ", ").into()),
             ("expires", when(view.now, &operator.expires_at).into()),
             (
                 "old token",
@@ -94,10 +62,15 @@ pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
         view,
         &[
             ("operator", me.name.clone().into()),
-            ("scopes", me.scopes.join(", ").into()),
+            ("scopes", joined(&me.scopes, ", ").into()),
             ("expires", text(expires.as_ref()).into()),
         ],
     )
+}
+
+/// The names of scopes in one text.
+pub fn joined(scopes: &[Text<Scope>], separator: &str) -> String {
+    scopes.iter().map(Text::as_str).collect::<Vec<_>>().join(separator)
 }
 
 #[cfg(test)]
@@ -108,8 +81,8 @@ mod tests {
 
     fn issued_token() -> IssuedToken {
         serde_json::from_str(
-            r#"{"token": "svco_secret", "operator": {"name": "ada", "scopes": ["read", "operate"], "state": "active",
-                "expiresAt": "1970-01-03T00:00:00.000Z", "lastUsedAt": null, "createdBy": "operator",
+            r#"{"token": "svco_secret", "tokenId": "t", "operator": {"name": "ada", "scopes": ["read", "operate"], "state": "active",
+                "expiresAt": "1970-01-03T00:00:00.000Z", "lastUsedAt": null, "createdBy": "operator", "createdAt": "1970-01-01T00:00:00.000Z",
                 "previousTokenExpiresAt": "1970-01-01T01:00:00.000Z"}}"#,
         )
         .unwrap()
@@ -129,7 +102,7 @@ mod tests {
 
     #[test]
     fn list_shows_state_scopes_and_origin() {
-        let shown = list(&VIEW, &[issued_token().operator]);
+        let shown = list(&VIEW, &[issued_token().issue.operator]);
         for part in ["NAME", "ada", "read,operate", "active", "in 2 d", "operator"] {
             assert!(shown.contains(part), "no {part:?} in {shown}");
         }

@@ -1,51 +1,18 @@
 //! Text view of a slot's snapshot pointer, and of the one that a rebuild would write.
 
-use serde::Deserialize;
-
 use super::human::{size, when};
 use super::table::{self, Cell};
 use super::{Colour, View};
 use crate::args::SlotTarget;
+use svc_wire::pointer::{Pointer, PointerInspection, PointerState, RebuiltPointer};
 
-#[derive(Debug, Deserialize)]
-pub struct Inspection {
-    pub state: String,
-    pub problem: Option<String>,
-    pub snapshots: u64,
-    pub current: Option<Pointer>,
-    pub rebuilt: Option<Pointer>,
-}
-
-#[derive(Debug, Deserialize)]
-pub struct Rebuilt {
-    pub pointer: Pointer,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Pointer {
-    pub seq: u64,
-    pub fence_epoch: u64,
-    pub fence_machine_id: Option<String>,
-    pub snapshot: Option<Snapshot>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Snapshot {
-    pub key: String,
-    pub size_bytes: u64,
-    pub epoch: u64,
-    pub taken_at: String,
-}
-
-pub fn inspection(view: &View, slot: &SlotTarget, found: &Inspection) -> String {
-    let is_sound = found.state == "sound";
+pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> String {
+    let is_sound = found.state.is(PointerState::Sound);
     let colour = if is_sound { Colour::Good } else { Colour::Bad };
     let named = |pointer: &Option<Pointer>| pointer.as_ref().map(|of| line(view, of)).unwrap_or_default();
     let pairs = [
         ("slot", slot.to_string().into()),
-        ("pointer", Cell::painted(Some(colour), found.state.clone())),
+        ("pointer", Cell::painted(Some(colour), found.state.as_str())),
         ("problem", found.problem.clone().unwrap_or_default().into()),
         ("names now", named(&found.current).into()),
         ("rebuild would name", named(&found.rebuilt).into()),
@@ -62,7 +29,7 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &Inspection) -> String 
 }
 
 /// Shows the pointer after a rebuild.
-pub fn rebuilt(view: &View, done: &Rebuilt) -> String {
+pub fn rebuilt(view: &View, done: &RebuiltPointer) -> String {
     table::pairs(view, &[("names now", line(view, &done.pointer).into())])
 }
 

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use svc_wire::machine::MachineDetail;
 
 pub(super) const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
@@ -161,8 +162,8 @@ fn repeated_and_omitted_log_entries_are_counted() {
 
     // Older platforms send no sequence numbers: the position counts.
     let after = |value: &Value, seen| {
-        let operation: operation::Operation = read(value.clone());
-        let (news, last) = operation.entries_after(seen);
+        let operation: svc_wire::operation::Operation = read(value.clone());
+        let (news, last) = operation::lines_after(&operation, seen);
         (news.len(), last)
     };
     assert_eq!(after(&long, 2), (1, 3));
@@ -173,7 +174,7 @@ fn repeated_and_omitted_log_entries_are_counted() {
     assert_eq!(after(&long, 97), (0, 97));
 }
 
-pub(super) fn with_copies(mut machine: Value, copies: Value) -> machine::Machine {
+pub(super) fn with_copies(mut machine: Value, copies: Value) -> MachineDetail {
     machine["copies"] = copies;
     read(machine)
 }
@@ -195,11 +196,8 @@ fn status_shows_unsaved_changes_and_end_of_kept_servers() {
     let kept = |reason: &str, until: Value, unsaved: Value| json!({"machineId": OTHER, "providerServerId": "4700", "reason": reason, "until": until, "unsavedSince": unsaved});
     let shown = |live: Value, kept: Value| {
         let copies = json!({"live": live, "kept": [kept], "newestSnapshotAt": null, "exposedSeconds": null});
-        let mut machine = with_copies(running(), copies);
-        for server in machine.copies.iter_mut().flat_map(|copies| &mut copies.kept) {
-            server.left_at = Some("2026-11-21T11:00:00.000Z".to_owned());
-        }
-        let shown = machine::one(&plain(), &machine);
+        let left_at = serde_json::from_value(json!({OTHER: "2026-11-21T11:00:00.000Z"})).unwrap();
+        let shown = machine::one_with_left_times(&plain(), &with_copies(running(), copies), &left_at);
         shown.lines().find(|line| line.starts_with("kept server")).unwrap().to_owned()
     };
     let live = json!({"machineId": MACHINE, "providerServerId": "4711"});
@@ -472,7 +470,7 @@ fn list_shows_backups() {
 
 #[test]
 fn list_shows_slots() {
-    let rows: Vec<slot::SlotRow> = read(json!([
+    let rows: Vec<svc_wire::slot::Subscription> = read(json!([
         {"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active", "currentPeriodEnd": "2026-12-01T00:00:00.000Z"},
         {"idpUserId": "user_1", "slot": "second", "plan": "starter", "status": "inactive", "currentPeriodEnd": null},
     ]));

@@ -8,8 +8,10 @@ use std::collections::BTreeMap;
 use http::Method;
 use serde_json::{Map, Value, json};
 
+mod derived;
 mod schema;
 
+pub use derived::schema_of;
 pub use schema::*;
 
 use super::problem::Code;

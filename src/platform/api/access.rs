@@ -11,9 +11,10 @@ use serde_json::json;
 use crate::context::Platform;
 use crate::db;
 use crate::db::operators::{TokenRow, TokenState};
-use crate::operators::{Operator, Scope};
+use crate::operators::Operator;
 use crate::tokens;
 use svc_http::problem::{Code, Problem, chain};
+use svc_wire::operator::Scope;
 
 /// Minimum interval between writes of `last_used_at`, so that not every request costs a write.
 const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);

@@ -6,17 +6,15 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Outcome, Reply};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::{self};
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, fields, named, nullable, object, text, time,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, text};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 
@@ -37,28 +35,27 @@ pub async fn handle(
         return Err(not_releasable(alarm_kind));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            let unknown = async || db::unknown_servers::count(tx, platform.config.timing.orphan_grace).await;
+            let before = db::alarms::get(tx, alarm_kind.as_str()).await?.ok_or_else(not_found)?;
+            let before = alarms::resource(&before, &unknown().await?);
+            let after = alarms::release(tx, alarm_kind).await?.ok_or_else(not_found)?;
+            let after = alarms::resource(&after, &unknown().await?);
+            let change = AuditChange {
+                action: "alarm.release",
+                target: alarm_kind.as_str().to_owned(),
+                before: Some(json!(before)),
+                after: Some(json!(after)),
+            };
+            Ok(Effect::changed(Reply::new(StatusCode::OK, after), change))
+        })
+        .await?;
+    if let Outcome::Done(_) = outcome {
+        tracing::warn!(alarm = alarm_kind.as_str(), "an operator released the alarm");
+        platform.reconcile.notify_one();
     }
-    let unknown_servers = async || db::unknown_servers::count(&tx, platform.config.timing.orphan_grace).await;
-    let before = db::alarms::get(&tx, alarm_kind.as_str()).await?.ok_or_else(not_found)?;
-    let before = alarms::record(&before, &unknown_servers().await?);
-    let after = alarms::release(&tx, alarm_kind).await?.ok_or_else(not_found)?;
-    let after = alarms::record(&after, &unknown_servers().await?);
-    let reply = Reply::new(StatusCode::OK, after.clone());
-    let changed = AuditChange {
-        action: "alarm.release",
-        target: alarm_kind.as_str(),
-        before: Some(&before),
-        after: Some(&after),
-    };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    tracing::warn!(alarm = alarm_kind.as_str(), "an operator released the alarm");
-    platform.reconcile.notify_one();
-    Ok(reply.into_response())
+    Ok(outcome.into_reply().into_response())
 }
 
 /// The problem of an alarm that holds nothing back.
@@ -101,18 +98,3 @@ pub static RELEASE: Endpoint = Endpoint {
     },
     serve: || post(handle),
 };
-
-/// Schema of an alarm.
-pub fn alarm_schema() -> Value {
-    object(
-        &[
-            ("alarm", text()),
-            ("since", time()),
-            ("seenAt", time()),
-            ("detail", json!({ "type": "object" })),
-            ("releasedUntil", nullable(time())),
-            ("next", text()),
-        ],
-        &[],
-    )
-}

@@ -12,11 +12,10 @@ use serde_json::{Value, json};
 use super::call::ApiCall;
 use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, documented_json};
 use crate::context::Platform;
-use crate::db::audit::{self, AuditFilter, AuditRow};
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, array, nullable, object, text, text_to, time, uuid,
-};
+use crate::db::audit::{self, AuditFilter};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, schema_of, text_to, time, uuid};
 use svc_http::problem::{Code, Problem};
+use svc_wire::audit::AuditPage;
 
 const DEFAULT_PAGE_SIZE: usize = 100;
 const MAX_PAGE_SIZE: usize = 500;
@@ -43,8 +42,8 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
     let has_more = rows.len() > limit;
     rows.truncate(limit);
     let next = rows.last().filter(|_| has_more).map(|entry| entry.id.to_string());
-    let entries: Vec<_> = rows.iter().map(AuditRow::record).collect();
-    Ok(Json(json!({"entries": entries, "nextCursor": next})).into_response())
+    let page = AuditPage { entries: rows.into_iter().map(Into::into).collect(), next_cursor: next };
+    Ok(Json(page).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -57,7 +56,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[ACTOR, ACTION, TARGET, SINCE, UNTIL, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        responses: &[documented_json(200, "A page.", page_schema)],
+        responses: &[documented_json(200, "A page.", schema_of::<AuditPage>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),
@@ -86,21 +85,3 @@ const LIMIT: Parameter = filter(
     || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
     "Page size.",
 );
-
-fn page_schema() -> Value {
-    let any = || json!({});
-    let entry = object(
-        &[
-            ("auditId", uuid()),
-            ("at", time()),
-            ("actor", text()),
-            ("action", text()),
-            ("target", text()),
-            ("before", any()),
-            ("after", any()),
-            ("requestId", text()),
-        ],
-        &[],
-    );
-    object(&[("entries", array(entry)), ("nextCursor", nullable(text()))], &[])
-}

@@ -8,23 +8,24 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::operations::{host_call, last_backup};
 use axum::routing::post;
-use svc_base::clock::{now_ms, rfc3339_ms};
-use svc_http::openapi::{Operation, fields, object, time, uuid};
+use svc_base::clock::now_ms;
+use svc_http::openapi::{Operation, fields, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
+use svc_wire::change::HostRequest;
 
 /// The requested task of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -112,25 +113,21 @@ async fn request_from_host(
         tracing::warn!(machine = %id, task, error = format!("{error:#}"), "the request to the host failed");
         Problem::new(Code::HostUnreachable, "The machine's host did not accept the request.")
     })?;
-    let requested_at = rfc3339_ms(requested_at.unwrap_or_else(now_ms));
-    let reply = Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "requestedAt": requested_at}));
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(first) = mutation.begin(&tx).await? {
-        return Ok(first);
-    }
-    let target = id.to_string();
-    // The snapshot that the host last reported as held back.
-    let before = (task == HostTask::Accept).then(|| json!({"attention": machine.attention}));
-    let changed = AuditChange {
-        action: task.as_str(),
-        target: &target,
-        before: before.as_ref(),
-        after: Some(&reply.body),
-    };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    let requested_at = requested_at.unwrap_or_else(now_ms).into();
+    let requested = HostRequest { machine_id: id.into(), requested_at };
+    let outcome = mutation
+        .run(platform, async |_| {
+            let change = AuditChange {
+                action: task.as_str(),
+                target: id.to_string(),
+                // The snapshot that the host last reported as held back.
+                before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
+                after: Some(json!(requested)),
+            };
+            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, requested), change))
+        })
+        .await?;
+    Ok(outcome.into_reply())
 }
 
 /// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that still has to make its
@@ -216,10 +213,6 @@ const PROBLEMS: &[Code] = &[
     Code::IdempotencyMismatch,
 ];
 
-fn requested_schema() -> Value {
-    object(&[("machineId", uuid()), ("requestedAt", time())], &[])
-}
-
 pub static BACKUP: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
@@ -231,7 +224,11 @@ pub static BACKUP: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        responses: &[documented_json(202, "The request has been sent to the host.", requested_schema)],
+        responses: &[documented_json(
+            202,
+            "The request has been sent to the host.",
+            schema_of::<HostRequest>,
+        )],
         problems: PROBLEMS,
     },
     serve: || post(back_up),
@@ -247,7 +244,11 @@ pub static DRILL: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        responses: &[documented_json(202, "The request has been sent to the host.", requested_schema)],
+        responses: &[documented_json(
+            202,
+            "The request has been sent to the host.",
+            schema_of::<HostRequest>,
+        )],
         problems: PROBLEMS,
     },
     serve: || post(drill),
@@ -265,7 +266,11 @@ pub static ACCEPT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        responses: &[documented_json(202, "The request has been sent to the host.", requested_schema)],
+        responses: &[documented_json(
+            202,
+            "The request has been sent to the host.",
+            schema_of::<HostRequest>,
+        )],
         problems: PROBLEMS,
     },
     serve: || post(accept),

@@ -42,9 +42,8 @@ pub async fn handle(
     if call.method == Method::GET {
         let tx = db::begin(&mut session).await?;
         let (target, read) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
-        let changed =
-            AuditChange { action: "backup.read", target: &target, before: None, after: Some(&read) };
-        mutation::write_audit(&tx, operator.actor(), &changed).await?;
+        let change = AuditChange { action: "backup.read", target, before: None, after: Some(read) };
+        mutation::write_audit(&tx, operator.actor(), &change).await?;
         db::commit(tx).await?;
     }
     drop(session);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json};
@@ -15,11 +15,7 @@ use crate::context::Platform;
 use crate::db::{self};
 use axum::routing::get;
 use http::Method;
-use svc_base::clock::rfc3339_ms;
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, array, boolean, count, matching, nullable, object, text, time,
-    uuid,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, matching, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
 use svc_machine::id::MachineId;
@@ -27,6 +23,7 @@ use svc_store::bucket::StoreError;
 use svc_store::key::{SlotPrefix, SnapshotCursor};
 use svc_store::snapshots::{ListedSnapshot, Page, PageWindow};
 use svc_store::{pointer_io, snapshots};
+use svc_wire::backup::{Backup, BackupPage};
 
 const DEFAULT_PAGE_SIZE: usize = 50;
 const MAX_PAGE_SIZE: usize = 200;
@@ -79,22 +76,21 @@ pub async fn handle(
     let (latest, page) =
         tokio::time::timeout(STORE_TIMEOUT, read).await.map_err(|_| svc_store::problem::unavailable())??;
     let latest = latest.map(|latest| latest.key);
-    let backups: Vec<Value> =
-        page.records.iter().map(|record| backup_record(record, latest.as_deref())).collect();
-    Ok(Json(json!({"latest": latest, "backups": backups, "nextCursor": page.next})).into_response())
+    let backups = page.records.iter().map(|record| backup(record, latest.as_deref())).collect();
+    Ok(Json(BackupPage { latest, backups, next_cursor: page.next }).into_response())
 }
 
-fn backup_record(record: &ListedSnapshot, latest: Option<&str>) -> Value {
-    json!({
-        "key": record.key,
-        "sizeBytes": record.size_bytes,
-        "sha256": record.sha256,
-        "takenAt": rfc3339_ms(record.taken_at),
-        "verifiedAt": rfc3339_ms(record.verified_at),
-        "epoch": record.epoch,
-        "machineId": record.machine_id,
-        "latest": latest == Some(record.key.as_str()),
-    })
+fn backup(record: &ListedSnapshot, latest: Option<&str>) -> Backup {
+    Backup {
+        key: record.key.clone(),
+        size_bytes: record.size_bytes,
+        sha256: record.sha256.clone(),
+        taken_at: record.taken_at.into(),
+        verified_at: record.verified_at.into(),
+        epoch: record.epoch.0.into(),
+        machine_id: record.machine_id.into(),
+        latest: latest == Some(record.key.as_str()),
+    }
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -112,7 +108,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             LATEST,
         ],
         body: None,
-        responses: &[documented_json(200, "A page.", page_schema)],
+        responses: &[documented_json(200, "A page.", schema_of::<BackupPage>)],
         problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
@@ -131,20 +127,3 @@ const LIMIT: Parameter = Parameter {
     schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
     about: "Page size.",
 };
-
-fn page_schema() -> Value {
-    let backup = object(
-        &[
-            ("key", text()),
-            ("sizeBytes", count()),
-            ("sha256", text()),
-            ("takenAt", time()),
-            ("verifiedAt", time()),
-            ("epoch", count()),
-            ("machineId", uuid()),
-            ("latest", boolean()),
-        ],
-        &[],
-    );
-    object(&[("latest", nullable(text())), ("backups", array(backup)), ("nextCursor", nullable(text()))], &[])
-}

@@ -48,8 +48,8 @@ pub async fn handle(
         .await
         .map_err(|error| problems::lifecycle_problem(error, &machine))?;
     let (target, after) = (id.to_string(), json!({"stage": stage, "message": message}));
-    let changed = AuditChange { action: "boot-failure", target: &target, before: None, after: Some(&after) };
-    mutation::write_audit(&tx, &format!("machine:{id}"), &changed).await?;
+    let change = AuditChange { action: "boot-failure", target, before: None, after: Some(after) };
+    mutation::write_audit(&tx, &format!("machine:{id}"), &change).await?;
     db::commit(tx).await?;
     tracing::warn!(machine = %id, stage, "host failed to boot");
     Ok(Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "status": "failed"})).into_response())

@@ -7,14 +7,12 @@ use axum::response::Response;
 use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use jiff::SignedDuration;
-use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, handle_name,
-    idp_user_id, kind, slot_name, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json,
 };
 use super::machine_change::ChangeRequest;
-use super::mutation::{self, AuditChange, Mutation, Reply};
+use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
 use crate::copies;
@@ -23,16 +21,16 @@ use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, Change, EventContext};
 use axum::routing::delete as delete_route;
-use svc_base::clock::rfc3339_ms;
 use svc_http::fields::Fields;
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of, text, time, uuid,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::OperationOptions;
+use svc_wire::change::{AlsoDeleted, DeletedMachine};
+use svc_wire::copies::Copies;
+use svc_wire::text::Time;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -69,41 +67,31 @@ async fn delete(
     // No session is held during requests to the store.
     drop(session);
     let copies = copies.with_snapshot(&platform.bucket).await;
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", seen.user)).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    let machine = db::machines::lock(&tx, id).await?.ok_or_else(not_found)?;
-    let event = Event::DeleteRequested;
-    let with = EventContext { options, ..EventContext::default() };
-    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
-    let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
-        Change::Moved { filed } => filed.map(|filed| filed.operation),
-        Change::Unchanged => {
-            // A repeated request responds with the operation of the first one.
-            let operation = db::operations::newest(&tx, id, "delete").await?;
-            let options = operation.as_ref().map_or(options, |operation| operation.options);
-            let operation = operation.map(|operation| operation.id);
-            let deletion = Deletion { operation, options, copies };
-            let body = body(platform, &tx, &machine, &deletion).await?;
-            let reply = Reply::new(StatusCode::ACCEPTED, body);
-            mutation.store(&tx, &reply).await?;
-            db::commit(tx).await?;
-            return Ok(reply);
-        }
+    let change = async |tx: &Transaction<'_>| {
+        let machine = db::machines::lock(tx, id).await?.ok_or_else(not_found)?;
+        let event = Event::DeleteRequested;
+        let with = EventContext { options, ..EventContext::default() };
+        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
+        let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
+            Change::Moved { filed } => filed.map(|filed| filed.operation),
+            Change::Unchanged => {
+                // A repeated request responds with the operation of the first one.
+                let operation = db::operations::newest(tx, id, "delete").await?;
+                let options = operation.as_ref().map_or(options, |operation| operation.options);
+                let operation = operation.map(|operation| operation.id);
+                let deletion = Deletion { operation, options, copies };
+                let body = body(platform, tx, &machine, &deletion).await?;
+                let reply = Reply::new(StatusCode::ACCEPTED, body);
+                return Ok(Effect::unchanged(reply));
+            }
+        };
+        let deleted = db::machines::get(tx, id).await?.ok_or_else(not_found)?;
+        let body = body(platform, tx, &deleted, &Deletion { operation: filed, options, copies }).await?;
+        let reply = Reply::new(StatusCode::ACCEPTED, body);
+        let (before, after) = (Some(machine.record()), Some(deleted.record()));
+        Ok(Effect::changed(reply, AuditChange { action: "delete", target: id.to_string(), before, after }))
     };
-    let deleted = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let body = body(platform, &tx, &deleted, &Deletion { operation: filed, options, copies }).await?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body);
-    let (before, after) = (machine.record(), deleted.record());
-    let target = id.to_string();
-    let changed =
-        AuditChange { action: "delete", target: &target, before: Some(&before), after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    mutation.run_for_user(platform, &seen.user, change).await
 }
 
 /// The deletion of a machine's server.
@@ -111,7 +99,7 @@ struct Deletion {
     operation: Option<OperationId>,
     options: OperationOptions,
     /// The copies of the slot's data before the deletion.
-    copies: Value,
+    copies: Copies,
 }
 
 async fn body(
@@ -119,37 +107,36 @@ async fn body(
     tx: &Transaction<'_>,
     machine: &MachineRow,
     deletion: &Deletion,
-) -> Result<Value, DbError> {
-    let also = find_also_deleted(tx, machine).await?.map(|(other, operation)| {
-        json!({
-            "machineId": other.id,
-            "operationId": operation.id,
-            "undeletableUntil": undeletable_until(platform, &other, operation.options),
-        })
+) -> Result<DeletedMachine, DbError> {
+    let also = find_also_deleted(tx, machine).await?.map(|(other, operation)| AlsoDeleted {
+        machine_id: other.id.into(),
+        operation_id: operation.id.into(),
+        undeletable_until: undeletable_until(platform, &other, operation.options),
     });
-    Ok(json!({
-        "machineId": machine.id,
-        "idpUserId": machine.user,
-        "slot": machine.slot,
-        "handle": machine.handle,
-        "kind": machine.kind.as_str(),
-        "status": machine.status,
-        "registeredAt": machine.registered_at.map(rfc3339_ms),
-        "deletedAt": machine.deleted_at.map(rfc3339_ms),
-        "newestSnapshotAt": deletion.copies["newestSnapshotAt"],
-        "newestSnapshotSource": deletion.copies["newestSnapshot"]["source"],
-        "snapshotProblem": deletion.copies["snapshotProblem"],
-        "undeletableUntil": undeletable_until(platform, machine, deletion.options),
-        "operationId": deletion.operation,
-        "alsoDeleted": also,
-    }))
+    let copies = &deletion.copies;
+    Ok(DeletedMachine {
+        machine_id: machine.id.into(),
+        idp_user_id: (&machine.user).into(),
+        slot: (&machine.slot).into(),
+        handle: (&machine.handle).into(),
+        kind: machine.kind.into(),
+        status: machine.status.into(),
+        registered_at: machine.registered_at.map(Into::into),
+        deleted_at: machine.deleted_at.map(Into::into),
+        newest_snapshot_at: copies.newest_snapshot_at.clone(),
+        newest_snapshot_source: copies.newest_snapshot.as_ref().map(|newest| newest.source.clone()),
+        snapshot_problem: copies.snapshot_problem.clone(),
+        undeletable_until: undeletable_until(platform, machine, deletion.options),
+        operation_id: deletion.operation.map(Into::into),
+        also_deleted: also,
+    })
 }
 
-fn undeletable_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<String> {
+fn undeletable_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<Time> {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
     // The server of a machine that never registered holds no data, and is not kept.
     let deleted_at = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());
-    deleted_at.and_then(|at| at.checked_add(grace).ok()).map(rfc3339_ms)
+    deleted_at.and_then(|at| at.checked_add(grace).ok()).map(Into::into)
 }
 
 /// Finds the predecessor that was deleted together with its replacement, and the operation that deletes its server.
@@ -182,32 +169,6 @@ const ACCEPT_LOSS: Parameter = Parameter {
     about: "true: if no last backup can be taken, data that no snapshot contains may be lost.",
 };
 
-fn response_schema() -> Value {
-    let also = object(
-        &[("machineId", uuid()), ("operationId", uuid()), ("undeletableUntil", nullable(time()))],
-        &[],
-    );
-    object(
-        &[
-            ("machineId", uuid()),
-            ("idpUserId", idp_user_id()),
-            ("slot", slot_name()),
-            ("handle", handle_name()),
-            ("kind", kind()),
-            ("status", status()),
-            ("registeredAt", nullable(time())),
-            ("deletedAt", nullable(time())),
-            ("newestSnapshotAt", nullable(time())),
-            ("newestSnapshotSource", nullable(one_of(&["store", "reported"]))),
-            ("snapshotProblem", nullable(text())),
-            ("undeletableUntil", nullable(time())),
-            ("operationId", nullable(uuid())),
-            ("alsoDeleted", nullable(also)),
-        ],
-        &[],
-    )
-}
-
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
@@ -224,7 +185,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
              was to replace, whose server has the slot's data and is kept. `newestSnapshotAt` is the time of the snapshot that \
              the store's pointer names; if the store is unavailable, of the last one that a host reported, with the reason in \
              `snapshotProblem`.",
-            response_schema,
+            schema_of::<DeletedMachine>,
         )],
         problems: &[
             Code::MachineNotFound,

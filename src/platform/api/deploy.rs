@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use deadpool_postgres::GenericClient;
+use deadpool_postgres::{GenericClient, Transaction};
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -15,21 +15,21 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, handle_name, image_version,
 };
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
-use crate::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
-use crate::db::{self};
+use crate::db::rollouts::{self, NewRollout, RolloutRow};
+use crate::{db, resource, rollout_plan};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    DocumentedResponse, Operation, Parameter, ParameterLocation, array, fields, named, object, uuid,
+    DocumentedResponse, Operation, Parameter, ParameterLocation, fields, named, schema_of, uuid,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::RolloutId;
 use svc_machine::name::{Handle, ImageVersion};
-use svc_machine::rollout;
 use svc_store::bundle::{self, BundleUnusable};
+use svc_wire::rollout::{RolloutList, RolloutState};
 
 const MAX_COUNT: u64 = 1000;
 const MAX_HANDLES: usize = 1000;
@@ -103,24 +103,35 @@ async fn create_rollout(
     request: &RolloutRequest,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    db::lock(&tx, "rollouts").await?;
-    if let Some(open) = rollouts::open(&tx).await? {
+    let outcome = mutation
+        .run(platform, async |tx| {
+            db::lock(tx, "rollouts").await?;
+            let id = insert_rollout(tx, request).await?;
+            let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
+            let rollout = json!(resource::rollout::with_machines(tx, &row).await?);
+            let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
+            let change =
+                AuditChange { action: "deploy", target: id.to_string(), before: None, after: Some(rollout) };
+            Ok(Effect::changed(reply, change))
+        })
+        .await?;
+    Ok(outcome.into_reply())
+}
+
+/// Inserts the rollout with the machines that it reaches.
+async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Result<RolloutId, Problem> {
+    if let Some(open) = rollouts::open(tx).await? {
         let problem = Problem::new(Code::Conflict, format!("Rollout {} is already running.", open.id));
         return Err(problem.with("rolloutId", json!(open.id)));
     }
-    let reachable = rollouts::reachable(&tx, request.handles.as_deref()).await?;
+    let reachable = rollouts::reachable(tx, request.handles.as_deref()).await?;
     for handle in request.handles.iter().flatten() {
         if !reachable.iter().any(|(_, of)| of == handle.as_str()) {
-            return Err(unreachable_target(&tx, handle).await?);
+            return Err(unreachable_target(tx, handle).await?);
         }
     }
     let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
-    let batches = rollout::batches(reachable.len(), count(request.canary), count(request.batch_size));
+    let batches = rollout_plan::batches(reachable.len(), count(request.canary), count(request.batch_size));
     let machines: Vec<_> = reachable.iter().map(|(id, _)| *id).zip(batches).collect();
     let whole = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
     let new = NewRollout {
@@ -130,14 +141,7 @@ async fn create_rollout(
         max_failures: whole(request.max_failures),
         machines: &machines,
     };
-    let id = rollouts::insert(&tx, &new).await?;
-    let row = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let reply = Reply::new(StatusCode::ACCEPTED, rollouts::record(&tx, &row).await?);
-    let target = id.to_string();
-    let changed = AuditChange { action: "deploy", target: &target, before: None, after: Some(&reply.body) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    Ok(rollouts::insert(tx, &new).await?)
 }
 
 /// The problem of a handle whose machine a rollout cannot reach.
@@ -167,7 +171,8 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.query_fields().finish(Some(()))?;
     let session = platform.db.session().await?;
     let rollouts = rollouts::newest(&session, MAX_LISTED_ROLLOUTS).await?;
-    Ok(Json(json!({ "rollouts": rollouts })).into_response())
+    let rollouts = resource::rollout::summaries(&session, &rollouts).await?;
+    Ok(Json(RolloutList { rollouts }).into_response())
 }
 
 pub async fn show(
@@ -180,7 +185,7 @@ pub async fn show(
     let id: RolloutId = path_id("rolloutId", &id)?;
     let session = platform.db.session().await?;
     let found = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
-    Ok(Json(rollouts::record(&session, &found).await?).into_response())
+    Ok(Json(resource::rollout::with_machines(&session, &found).await?).into_response())
 }
 
 /// An operator's command to a rollout.
@@ -225,30 +230,25 @@ async fn execute_command(
     let id: RolloutId = path_id("rolloutId", id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
-    }
-    let before = rollouts::lock(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
-    rollouts::set_state(&tx, id, next, None).await?;
-    if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
-        rollouts::restart_timeouts(&tx, id).await?;
-    }
-    let after = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let reply = Reply::new(StatusCode::OK, rollouts::record(&tx, &after).await?);
-    if next == before.state {
-        mutation.store(&tx, &reply).await?;
-    } else {
-        let (target, was) = (id.to_string(), json!({"state": before.state.as_str()}));
-        let is = json!({"state": next.as_str()});
-        let changed =
-            AuditChange { action: command.action(), target: &target, before: Some(&was), after: Some(&is) };
-        mutation.record(&tx, &reply, &changed).await?;
-    }
-    db::commit(tx).await?;
-    Ok(reply.into_response())
+    let outcome = mutation
+        .run(platform, async |tx| {
+            let before = rollouts::lock(tx, id).await?.ok_or_else(|| not_found(id))?;
+            let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
+            rollouts::set_state(tx, id, next, None).await?;
+            if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
+                rollouts::restart_timeouts(tx, id).await?;
+            }
+            let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
+            let reply = Reply::new(StatusCode::OK, resource::rollout::with_machines(tx, &after).await?);
+            if next == before.state {
+                return Ok(Effect::unchanged(reply));
+            }
+            let state = |state: RolloutState| Some(json!({"state": state.as_str()}));
+            let (target, before, after) = (id.to_string(), state(before.state), state(next));
+            Ok(Effect::changed(reply, AuditChange { action: command.action(), target, before, after }))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
 }
 
 fn rollout_ended(rollout: &RolloutRow) -> Problem {
@@ -323,15 +323,11 @@ pub static LIST: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The rollouts, without their machines.", list_schema)],
+        responses: &[documented_json(200, "The rollouts, without their machines.", schema_of::<RolloutList>)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(list),
 };
-
-fn list_schema() -> Value {
-    object(&[("rollouts", array(named("RolloutSummary")))], &[])
-}
 
 pub static SHOW: Endpoint = Endpoint {
     access: Access::Operator(READ),

@@ -7,21 +7,21 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
-use super::shape;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_changes};
 use svc_base::clock::rfc3339_ms;
-use svc_http::openapi::{Operation, boolean, fields};
+use svc_http::openapi::{Operation, boolean, fields, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::OperationKind;
+use svc_wire::machine::DiscardedMachine;
 
 /// Whether data that no snapshot contains may be lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -80,11 +80,8 @@ fn is_discard_ordered(machine: &MachineRow) -> bool {
     machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
 }
 
-fn body(machine: &MachineRow, removal: Option<OperationId>, already_ordered: bool) -> Value {
-    let mut body = machine.record();
-    body["operationId"] = json!(removal);
-    body["alreadyOrdered"] = json!(already_ordered);
-    body
+fn body(machine: &MachineRow, removal: Option<OperationId>, already_ordered: bool) -> DiscardedMachine {
+    DiscardedMachine { machine: machine.into(), operation_id: removal.map(Into::into), already_ordered }
 }
 
 fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
@@ -165,7 +162,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             202,
             "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \
              once it has been filed; `alreadyOrdered`: an earlier request or the end of the grace period ordered it.",
-            shape::discarded_machine,
+            schema_of::<DiscardedMachine>,
         )],
         problems: &[
             Code::MachineNotFound,

@@ -5,7 +5,6 @@ use std::sync::Arc;
 pub use super::access::Access;
 pub use super::shape::*;
 use crate::context::Platform;
-use crate::operators::Scope;
 use axum::routing::MethodRouter;
 use axum::{Extension, Router};
 use serde_json::Value;
@@ -13,6 +12,7 @@ use svc_http::openapi::{
     Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
     matching, uuid,
 };
+use svc_wire::operator::Scope;
 
 /// One method of one path, its access and its handler.
 pub struct Endpoint {

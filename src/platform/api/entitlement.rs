@@ -5,11 +5,12 @@ use jiff::Timestamp;
 
 use crate::context::Platform;
 use crate::db;
-use crate::db::machine_row::{MachineKind, MachineRow};
+use crate::db::machine_row::MachineRow;
 use svc_base::config::Flag;
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, ServerType, Slot};
 use svc_machine::plan::Plan;
+use svc_wire::machine::MachineKind;
 
 /// Ensures that the slot has an active subscription whose plan includes the server type.
 ///

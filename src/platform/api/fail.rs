@@ -11,7 +11,6 @@ use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope,
 use super::mutation::{Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
-use crate::db::machine_row::MachineRow;
 use crate::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
 use svc_http::openapi::{Operation, fields, named, text_to};
@@ -19,6 +18,7 @@ use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
+use svc_wire::machine::Machine;
 
 const MAX_REASON_CHARS: usize = 1024;
 /// The failure stage of a machine that an operator failed.
@@ -57,7 +57,7 @@ async fn fail(
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("fail"),
     };
-    change.end(effect, StatusCode::OK, MachineRow::record).await
+    change.end(effect, StatusCode::OK, |after| Machine::from(after)).await
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

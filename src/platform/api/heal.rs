@@ -51,9 +51,8 @@ async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> 
     }
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
-    let changed =
-        AuditChange { action: "heal", target: &target, before: Some(&row.record()), after: after.as_ref() };
-    mutation::write_audit(&tx, &actor, &changed).await?;
+    let change = AuditChange { action: "heal", target, before: Some(row.record()), after };
+    mutation::write_audit(&tx, &actor, &change).await?;
     db::commit(tx).await?;
     Ok(true)
 }
@@ -95,14 +94,8 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
     machine_server::clear_powered_off(&tx, row.id).await?;
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
-    let before = row.record();
-    let changed = AuditChange {
-        action: "power.found_on",
-        target: &target,
-        before: Some(&before),
-        after: after.as_ref(),
-    };
-    mutation::write_audit(&tx, &actor, &changed).await?;
+    let change = AuditChange { action: "power.found_on", target, before: Some(row.record()), after };
+    mutation::write_audit(&tx, &actor, &change).await?;
     db::commit(tx).await?;
     Ok(true)
 }

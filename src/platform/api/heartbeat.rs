@@ -12,10 +12,7 @@ use serde_json::{Value, json};
 
 use super::attention;
 use super::call::{ApiCall, AuthenticatedHost, path_id};
-use super::endpoint::{
-    Access, Endpoint, HOST, MACHINE_ID, MAX_DAMAGED_KEYS, SNAPSHOT_CHECKS, UPDATE_OUTCOMES, documented_json,
-    image_version, last_backup_schema, last_update_schema, snapshot_checks_schema,
-};
+use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json, image_version};
 use super::heal;
 use super::mutation::{self, AuditChange};
 use super::register::{self, HostRegistration};
@@ -34,8 +31,8 @@ use svc_base::failpoint;
 use svc_base::untrusted_text;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, any_text, array, boolean, count, extensible, fields, matching, nullable, object, one_of, text,
-    uuid,
+    Operation, any_text, array, boolean, count, extensible, fields, matching, nullable, object, one_of,
+    schema_of, text, uuid,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
@@ -43,6 +40,11 @@ use svc_machine::epoch::{Epoch, MAX_EPOCH};
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::MAX_KEYS;
+use svc_wire::host::{
+    ComponentStatus, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks,
+    UpdateOutcome,
+};
+use svc_wire::machine::{self as wire, Disk, Health};
 
 /// Maximum number of proof keys that a host acknowledges.
 const MAX_PROOF_KIDS: usize = 16;
@@ -50,6 +52,7 @@ const MAX_PROOF_KIDS: usize = 16;
 struct HeartbeatReport {
     image_version: ImageVersion,
     health: Value,
+    is_healthy: bool,
     last_backup: Option<Value>,
     last_update: Option<Value>,
     checks: Option<Value>,
@@ -87,7 +90,7 @@ pub async fn handle(
     let holds_slot_in_store = holds_slot_in_store(&platform, machine, &report).await?;
     let superseded = !machine.is_active() && stopped_for.is_none() && !holds_slot_in_store;
     let epoch = report.epoch;
-    let is_healthy = report.health["gateway"] == "ok" && report.health["database"] == "ok";
+    let is_healthy = report.is_healthy;
     if !superseded {
         let session = platform.host_db.session().await?;
         let heartbeat = Heartbeat {
@@ -180,11 +183,13 @@ async fn advance_token(
     let overlap = platform.config.timing.tokens.overlap;
     upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
     let after = before.clone().advanced(generation, host.hash.clone(), overlap, Timestamp::now());
-    let (target, actor) = (id.to_string(), format!("machine:{id}"));
-    let (was, is) = (before.record(), after.record());
-    let changed =
-        AuditChange { action: "token.taken_up", target: &target, before: Some(&was), after: Some(&is) };
-    mutation::write_audit(&tx, &actor, &changed).await?;
+    let change = AuditChange {
+        action: "token.taken_up",
+        target: id.to_string(),
+        before: Some(json!(wire::UpgradeToken::from(&before))),
+        after: Some(json!(wire::UpgradeToken::from(&after))),
+    };
+    mutation::write_audit(&tx, &format!("machine:{id}"), &change).await?;
     failpoint::pass("token-take-up-before-commit").map_err(|error| Problem::internal(&error))?;
     db::commit(tx).await?;
     failpoint::pass("token-take-up-after-commit").map_err(|error| Problem::internal(&error))?;
@@ -298,13 +303,13 @@ fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let trusted_keys = trusted_keys(&mut fields);
     let registration = registration(&mut fields);
     let built = (|| {
-        let (mut health, epoch) = (health?, epoch?);
-        health["disk"] = disk?;
+        let ((gateway, database), disk, epoch) = (health?, disk?, epoch?);
         let (last_backup, backup_taken_at) = last_backup.unzip();
         let backup_taken_at = backup_taken_at.flatten();
         Some(HeartbeatReport {
             image_version: image_version?,
-            health,
+            is_healthy: (gateway, database) == (ComponentStatus::Ok, ComponentStatus::Ok),
+            health: json!(Health { gateway: gateway.into(), database: database.into(), disk: Some(disk) }),
             last_backup,
             last_update,
             checks,
@@ -346,102 +351,77 @@ fn registration(fields: &mut Fields) -> Option<HostRegistration> {
     registration
 }
 
-fn health(fields: &mut Fields) -> Option<Value> {
+fn health(fields: &mut Fields) -> Option<(ComponentStatus, ComponentStatus)> {
     let mut inner = fields.nested("health")?;
-    let part = |inner: &mut Fields, name: &str| {
-        let text: String = inner.required(name)?;
-        if !matches!(text.as_str(), "ok" | "failing") {
-            inner.wrong(name, "must be ok or failing");
-            return None;
-        }
-        Some(text)
-    };
-    let gateway = part(&mut inner, "gateway");
-    let database = part(&mut inner, "database");
+    let (gateway, database) = (inner.required("gateway"), inner.required("database"));
     fields.close(inner);
-    Some(json!({"gateway": gateway?, "database": database?}))
+    gateway.zip(database)
 }
 
-fn disk(fields: &mut Fields) -> Option<Value> {
+fn disk(fields: &mut Fields) -> Option<Disk> {
     let mut inner = fields.nested("disk")?;
-    let total = inner.required_number("totalBytes");
-    let free = inner.required_number("freeBytes");
+    let (total, free) = (inner.required_number("totalBytes"), inner.required_number("freeBytes"));
     fields.close(inner);
-    Some(json!({"totalBytes": total?, "freeBytes": free?}))
+    Some(Disk { total_bytes: total?, free_bytes: free? })
 }
 
 /// The report of the last backup, and when its snapshot was taken if it succeeded.
 fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
-    let status: Option<String> = inner.required("status");
-    if status.as_deref().is_some_and(|status| !matches!(status, "success" | "error")) {
-        inner.wrong("status", "must be success or error");
-    }
+    let status: Option<Outcome> = inner.required("status");
     let key = inner.reported("key");
     let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
-    let size = inner.optional_number("sizeBytes");
+    let size_bytes = inner.optional_number("sizeBytes");
     let error = inner.reported("error");
     fields.close(inner);
     let status = status?;
-    let verified = taken_at.filter(|_| status == "success");
-    let record = json!({
-        "status": status,
-        "beganAt": began_at.map(svc_base::clock::rfc3339_ms),
-        "key": key,
-        "takenAt": taken_at.map(svc_base::clock::rfc3339_ms),
-        "sizeBytes": size,
-        "error": error,
-    });
-    Some((record, verified))
+    let report = LastBackup {
+        status: status.into(),
+        began_at: began_at.map(Into::into),
+        key,
+        taken_at: taken_at.map(Into::into),
+        size_bytes,
+        error,
+    };
+    Some((json!(report), taken_at.filter(|_| status == Outcome::Success)))
 }
 
 /// The report of the last update.
 fn last_update(fields: &mut Fields) -> Option<Value> {
     let mut inner = fields.optional_nested("lastUpdate")?;
     let version: Option<ImageVersion> = inner.required("version");
-    let outcome: Option<String> = inner.required("outcome");
-    if outcome.as_deref().is_some_and(|outcome| !UPDATE_OUTCOMES.contains(&outcome)) {
-        inner.wrong("outcome", "must be updated, rolled_back, refused or failed");
-    }
+    let outcome: Option<UpdateOutcome> = inner.required("outcome");
     let stage: Option<String> = inner.required("stage");
-    let stage = stage.map(|stage| untrusted_text::bounded(&stage));
     let error = inner.reported("error");
     let at = inner.required_time("at");
     fields.close(inner);
-    let mut record = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": svc_base::clock::rfc3339_ms(at?)});
-    if let Some(error) = error {
-        record["error"] = error.into();
-    }
-    Some(record)
+    Some(json!(LastUpdate {
+        version: version?.into(),
+        outcome: outcome?.into(),
+        stage: untrusted_text::bounded(&stage?),
+        at: at?.into(),
+        error,
+    }))
 }
 
 /// The report of the last snapshot checks, by kind.
 fn checks(fields: &mut Fields) -> Option<Value> {
     let mut inner = fields.optional_nested("checks")?;
-    let mut record = serde_json::Map::new();
-    for kind in SNAPSHOT_CHECKS {
-        if let Some(check) = check(&mut inner, kind) {
-            record.insert(kind.to_owned(), check);
-        }
-    }
+    let checks = SnapshotChecks { verify: check(&mut inner, "verify"), drill: check(&mut inner, "drill") };
     fields.close(inner);
-    Some(Value::Object(record))
+    Some(json!(checks))
 }
 
-fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
+fn check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
     let mut inner = checks.optional_nested(kind)?;
-    let status: Option<String> = inner.required("status");
-    if status.as_deref().is_some_and(|status| !matches!(status, "success" | "error")) {
-        inner.wrong("status", "must be success or error");
-    }
+    let status: Option<Outcome> = inner.required("status");
     let at = inner.required_time("at");
     let key = inner.reported("key");
     let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
     let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
     let error = inner.reported("error");
     checks.close(inner);
-    let at = svc_base::clock::rfc3339_ms(at?);
-    Some(json!({"status": status?, "at": at, "key": key, "damaged": damaged, "error": error}))
+    Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -473,9 +453,9 @@ fn report_schema() -> Value {
             ("disk", fields(&[("totalBytes", count()), ("freeBytes", count())], &[])),
         ],
         &[
-            ("lastBackup", last_backup_schema()),
-            ("lastUpdate", last_update_schema()),
-            ("checks", snapshot_checks_schema()),
+            ("lastBackup", schema_of::<LastBackup>()),
+            ("lastUpdate", schema_of::<LastUpdate>()),
+            ("checks", schema_of::<SnapshotChecks>()),
             ("updating", boolean()),
             ("attention", attention::attention_schema()),
             ("proofKids", kids),

@@ -12,14 +12,12 @@ use super::endpoint::{
     Access, CURSOR, Endpoint, OPERATOR, READ, documented_json, handle_name, idp_user_id, slot_name, status,
 };
 use crate::context::Platform;
-use crate::db::machine_row::MachineRow;
 use crate::db::machines::{self, MachineFilter, MachineScope};
 use axum::routing::get;
 use http::Method;
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, array, boolean, named, nullable, object, text, uuid,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, schema_of, uuid};
 use svc_http::problem::{Code, Problem};
+use svc_wire::machine::MachinePage;
 
 const DEFAULT_PAGE_SIZE: usize = 100;
 const MAX_PAGE_SIZE: usize = 500;
@@ -49,8 +47,8 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let has_more = rows.len() > limit;
     rows.truncate(limit);
     let next = rows.last().filter(|_| has_more).map(|machine| machine.id.to_string());
-    let records: Vec<_> = rows.iter().map(MachineRow::record).collect();
-    Ok(Json(json!({"machines": records, "nextCursor": next})).into_response())
+    let page = MachinePage { machines: rows.iter().map(Into::into).collect(), next_cursor: next };
+    Ok(Json(page).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -63,9 +61,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        responses: &[documented_json(200, "A page.", || {
-            object(&[("machines", array(named("Machine"))), ("nextCursor", nullable(text()))], &[])
-        })],
+        responses: &[documented_json(200, "A page.", schema_of::<MachinePage>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),

@@ -5,22 +5,21 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use serde_json::Value;
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{
-    Access, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json, machine_with_operations,
-};
-use super::{operation, problems};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json};
+use super::problems;
 use crate::context::Platform;
 use crate::copies::{self, Copies};
-use crate::db::{self};
+use crate::db::machine_row::MachineRow;
+use crate::{db, resource};
 use axum::routing::get;
 use http::Method;
-use svc_http::openapi::Operation;
+use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
+use svc_wire::machine::{Machine, MachineDetail};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -31,28 +30,31 @@ pub async fn handle(
     call.authenticate_operator(&platform).await?;
     let id = path_id("machineId", &id)?;
     call.query_fields().finish(Some(()))?;
+    let read = read_machine(&platform, id).await?;
     // No session is held during requests to the store.
-    let (mut record, copies) = read_machine(&platform, id).await?;
-    record["copies"] = copies.with_snapshot(&platform.bucket).await;
-    Ok(Json(record).into_response())
+    let copies = Some(read.copies.with_snapshot(&platform.bucket).await);
+    let detail = MachineDetail { machine: Machine::from(&read.machine), operations: read.operations, copies };
+    Ok(Json(detail).into_response())
+}
+
+/// A machine as the database knows it.
+struct StoredMachine {
+    machine: MachineRow,
+    operations: Vec<svc_wire::operation::Operation>,
+    copies: Copies,
 }
 
 /// Reads the machine with its operations and the copies of its slot in one snapshot, so that the log of an operation never
 /// names a step whose effect the machine does not show yet.
-async fn read_machine(platform: &Platform, id: MachineId) -> Result<(Value, Copies), Problem> {
+async fn read_machine(platform: &Platform, id: MachineId) -> Result<StoredMachine, Problem> {
     let mut session = platform.report_db.session().await?;
     let tx = db::begin_snapshot(&mut session).await?;
     let machine = db::machines::get(&tx, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
-    let mut record = machine.record();
-    let mut operations = Vec::new();
-    for operation_row in db::operations::list_for_machine(&tx, id).await? {
-        operations.push(operation::record(&tx, &operation_row).await?);
-    }
-    record["operations"] = operations.into();
+    let operations = resource::operation::of_machine(&tx, id).await?;
     let copies = copies::of_slot(&tx, &machine, &platform.config.timing).await?;
     db::commit(tx).await?;
-    Ok((record, copies))
+    Ok(StoredMachine { machine, operations, copies })
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -65,7 +67,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID],
         body: None,
-        responses: &[documented_json(200, "The machine.", machine_with_operations)],
+        responses: &[documented_json(200, "The machine.", schema_of::<MachineDetail>)],
         problems: &[Code::MachineNotFound, Code::DatabaseUnavailable],
     },
     serve: || get(handle),

@@ -4,10 +4,10 @@
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
 use http::StatusCode;
-use serde_json::Value;
+use serde::Serialize;
 
 use super::call::{ApiCall, path_id};
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
 use crate::db;
@@ -98,11 +98,11 @@ impl<'a> MachineChange<'a> {
     ///
     /// # Errors
     /// `database_unavailable`.
-    pub async fn end(
+    pub async fn end<T: Serialize>(
         self,
         effect: ChangeEffect,
         status: StatusCode,
-        body: impl FnOnce(&MachineRow) -> Value,
+        body: impl FnOnce(&MachineRow) -> T,
     ) -> Result<Reply, Problem> {
         let Self { tx, machine, mutation } = self;
         let id = machine.id.to_string();
@@ -110,13 +110,14 @@ impl<'a> MachineChange<'a> {
         let after = after.ok_or_else(|| problems::machine_not_found(&id))?;
         let reply = Reply::new(status, body(&after));
         match effect {
-            ChangeEffect::Unchanged => mutation.store(&tx, &reply).await?,
+            ChangeEffect::Unchanged => {}
             ChangeEffect::Changed(action) => {
-                let (before, after) = (machine.record(), after.record());
-                let changed = AuditChange { action, target: &id, before: Some(&before), after: Some(&after) };
-                mutation.record(&tx, &reply, &changed).await?;
+                let (before, after) = (Some(machine.record()), Some(after.record()));
+                let change = AuditChange { action, target: id, before, after };
+                mutation::write_audit(&tx, mutation.actor(), &change).await?;
             }
         }
+        mutation.store(&tx, &reply).await?;
         db::commit(tx).await?;
         Ok(reply)
     }

@@ -8,7 +8,8 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use deadpool_postgres::{GenericClient, Transaction};
 use http::{HeaderValue, StatusCode};
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::call::ApiCall;
@@ -19,6 +20,7 @@ use crate::operators::{Operator, PLATFORM_SECRET_ACTOR};
 use svc_http::problem::{Code, Problem};
 use svc_http::request_id;
 use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::IdpUserId;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -30,8 +32,8 @@ pub struct Reply {
 }
 
 impl Reply {
-    pub fn new(status: StatusCode, body: Value) -> Self {
-        Self { status, body }
+    pub fn new(status: StatusCode, body: impl Serialize) -> Self {
+        Self { status, body: json!(body) }
     }
 }
 
@@ -51,11 +53,42 @@ pub struct Mutation {
 }
 
 /// The content of an audit row.
-pub struct AuditChange<'a> {
-    pub action: &'a str,
-    pub target: &'a str,
-    pub before: Option<&'a Value>,
-    pub after: Option<&'a Value>,
+pub struct AuditChange {
+    pub action: &'static str,
+    pub target: String,
+    pub before: Option<Value>,
+    pub after: Option<Value>,
+}
+
+/// What [`Mutation::run`] stores: the response, and the audit row of a change.
+pub struct Effect {
+    reply: Reply,
+    change: Option<AuditChange>,
+}
+
+impl Effect {
+    pub fn changed(reply: Reply, change: AuditChange) -> Self {
+        Self { reply, change: Some(change) }
+    }
+
+    /// The request found its effect in place.
+    pub fn unchanged(reply: Reply) -> Self {
+        Self { reply, change: None }
+    }
+}
+
+/// How [`Mutation::run`] came to its response.
+pub enum Outcome {
+    Done(Reply),
+    /// An earlier request with this key already got this response.
+    Replayed(Reply),
+}
+
+impl Outcome {
+    pub fn into_reply(self) -> Reply {
+        let (Self::Done(reply) | Self::Replayed(reply)) = self;
+        reply
+    }
 }
 
 impl Mutation {
@@ -97,6 +130,53 @@ impl Mutation {
         Ok(Some(Reply::new(status, stored.response)))
     }
 
+    /// Runs the change, its audit row and the stored response in one transaction, unless the request is replayed.
+    ///
+    /// # Errors
+    /// As [`Self::replay`] and `change`; then nothing is changed.
+    pub async fn run(
+        &self,
+        platform: &Platform,
+        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<Effect, Problem>,
+    ) -> Result<Outcome, Problem> {
+        let mut session = platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        self.run_in(tx, change).await
+    }
+
+    /// [`Self::run`], with a lock on all machines of a user: the change may assign or release a slot.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub async fn run_for_user(
+        &self,
+        platform: &Platform,
+        user: &IdpUserId,
+        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<Effect, Problem>,
+    ) -> Result<Reply, Problem> {
+        let mut session = platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        db::lock(&tx, &format!("user {user}")).await?;
+        Ok(self.run_in(tx, change).await?.into_reply())
+    }
+
+    async fn run_in(
+        &self,
+        tx: Transaction<'_>,
+        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<Effect, Problem>,
+    ) -> Result<Outcome, Problem> {
+        if let Some(reply) = self.begin(&tx).await? {
+            return Ok(Outcome::Replayed(reply));
+        }
+        let Effect { reply, change } = change(&tx).await?;
+        if let Some(change) = change {
+            write_audit(&tx, &self.actor, &change).await?;
+        }
+        self.store(&tx, &reply).await?;
+        db::commit(tx).await?;
+        Ok(Outcome::Done(reply))
+    }
+
     /// [`Self::replay`] in the transaction of the change; requests with the same key are serialized.
     ///
     /// # Errors
@@ -117,21 +197,7 @@ impl Mutation {
         }
     }
 
-    /// Writes the audit row and the stored response; must run before the commit.
-    ///
-    /// # Errors
-    /// `database_unavailable`.
-    pub async fn record(
-        &self,
-        tx: &Transaction<'_>,
-        reply: &Reply,
-        changed: &AuditChange<'_>,
-    ) -> Result<(), DbError> {
-        write_audit(tx, &self.actor, changed).await?;
-        self.store(tx, reply).await
-    }
-
-    /// Stores the response of a call that changed nothing.
+    /// Stores the response for replays; must run before the commit.
     ///
     /// # Errors
     /// `database_unavailable`.
@@ -151,13 +217,10 @@ impl Mutation {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn write_audit(
-    tx: &Transaction<'_>,
-    actor: &str,
-    changed: &AuditChange<'_>,
-) -> Result<(), DbError> {
+pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange) -> Result<(), DbError> {
     let request_id = request_id::current();
-    let AuditChange { action, target, before, after } = *changed;
+    let AuditChange { action, target, before, after } = change;
+    let (before, after) = (before.as_ref(), after.as_ref());
     let entry = db::audit::AuditEntry { actor, action, target, before, after, request_id: &request_id };
     db::audit::write(tx, &entry).await
 }
@@ -173,10 +236,10 @@ pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> R
     wait_for_operation(platform, operation, Duration::from_secs(seconds)).await?;
     let session = platform.db.session().await?;
     if let Some(row) = db::machines::get(&session, machine).await? {
-        reply.body["status"] = serde_json::json!(row.status);
+        reply.body["status"] = json!(row.status);
         // A resize responds with the requested type; after a failed one, respond with the actual type.
         if reply.body.get("serverType").is_some() && row.resize_to.is_none() {
-            reply.body["serverType"] = serde_json::json!(row.server_type);
+            reply.body["serverType"] = json!(row.server_type);
         }
     }
     let mut response = reply.into_response();

@@ -5,14 +5,11 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use deadpool_postgres::GenericClient;
-use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, OPERATOR, READ, documented_json};
 use crate::context::Platform;
-use crate::db::operations::OperationRow;
-use crate::db::{self, DbError};
+use crate::{db, resource};
 use axum::routing::get;
 use http::Method;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, named, uuid};
@@ -31,15 +28,7 @@ pub async fn handle(
     let session = platform.db.session().await?;
     let found = db::operations::get(&session, id).await?;
     let found = found.ok_or_else(|| Problem::new(Code::NotFound, format!("There is no operation {id}.")))?;
-    Ok(Json(record(&session, &found).await?).into_response())
-}
-
-/// The operation's record with the newest lines of its log, and the number of older ones that are omitted.
-pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Result<Value, DbError> {
-    let log = db::operation_log::newest(client, operation.id).await?;
-    let mut record = operation.record(&log.lines);
-    record["logOmitted"] = json!(log.omitted);
-    Ok(record)
+    Ok(Json(resource::operation::with_log(&session, &found).await?).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -13,8 +13,8 @@ use serde_json::json;
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Mutation, Reply};
-use super::{operation, problems, restorable, undelete};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::{problems, restorable, undelete};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
@@ -22,6 +22,7 @@ use crate::db::{self, machine_changes};
 use crate::lifecycle::{self, EventContext};
 use crate::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
 use crate::operations::later_holder;
+use crate::resource;
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, fields, matching, named, uuid};
 use svc_http::path_params::PathParams;
@@ -98,20 +99,18 @@ async fn apply_decision(
 ) -> Result<Response, Problem> {
     let id: OperationId = path_id("operationId", id)?;
     let not_found = || Problem::new(Code::NotFound, format!("There is no operation {id}."));
-    let mut session = platform.db.session().await?;
+    let session = platform.db.session().await?;
     let seen = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
     let machine = db::machines::get(&session, seen.machine).await?.ok_or_else(not_found)?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply.into_response());
     }
+    drop(session);
     let is_undo = matches!(decision, Decision::Abandon) && seen.kind == OperationKind::Delete.as_str();
     if is_undo && machine.deleted_at.is_some() && !seen.has_ended() {
-        drop(session);
         undelete::ensure_may_return(platform, &machine).await?;
-        session = platform.db.session().await?;
     }
     if let Decision::Restore(key) = &decision {
-        drop(session);
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
         let record = snapshot::by_key(&platform.bucket, &slot, key.as_str());
         let record = tokio::time::timeout(STORE_TIMEOUT, record)
@@ -123,35 +122,34 @@ async fn apply_decision(
             &machine.server_type,
         )
         .await?;
-        session = platform.db.session().await?;
     }
-    let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", machine.user)).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
-    }
-    // Lock order: machines before their operations.
-    let machine = db::machines::lock(&tx, seen.machine).await?.ok_or_else(not_found)?;
-    let operation = db::operations::lock(&tx, id).await?.ok_or_else(not_found)?;
-    if operation.has_ended() {
-        return Err(invalid(&operation, &ended_detail(&operation)));
-    }
-    match &decision {
-        Decision::Retry => {
-            let options = OperationOptions { give_up_backup: false, ..operation.options };
-            resume_step(&tx, &operation, options, "the operator retried the step").await?;
+    let change = async |tx: &Transaction<'_>| {
+        // Lock order: machines before their operations.
+        let machine = db::machines::lock(tx, seen.machine).await?.ok_or_else(not_found)?;
+        let operation = db::operations::lock(tx, id).await?.ok_or_else(not_found)?;
+        if operation.has_ended() {
+            return Err(invalid(&operation, &ended_detail(&operation)));
         }
-        Decision::AcceptLoss => accept_loss(&tx, &operation).await?,
-        Decision::Restore(key) => restore_snapshot(&tx, &operation, key).await?,
-        Decision::Abandon => abandon_operation(platform, &tx, &machine, &operation).await?,
-    }
-    let now = db::operations::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::OK, operation::record(&tx, &now).await?);
-    let (before, target) = (operation.record(&[]), id.to_string());
-    let after = Some(&reply.body);
-    let changed = AuditChange { action: decision.action(), target: &target, before: Some(&before), after };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
+        match &decision {
+            Decision::Retry => {
+                let options = OperationOptions { give_up_backup: false, ..operation.options };
+                resume_step(tx, &operation, options, "the operator retried the step").await?;
+            }
+            Decision::AcceptLoss => accept_loss(tx, &operation).await?,
+            Decision::Restore(key) => restore_snapshot(tx, &operation, key).await?,
+            Decision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
+        }
+        let now = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
+        let reply = Reply::new(StatusCode::OK, resource::operation::with_log(tx, &now).await?);
+        let change = AuditChange {
+            action: decision.action(),
+            target: id.to_string(),
+            before: Some(json!(svc_wire::operation::Operation::from(&operation))),
+            after: Some(reply.body.clone()),
+        };
+        Ok(Effect::changed(reply, change))
+    };
+    let reply = mutation.run_for_user(platform, &machine.user, change).await?;
     platform.nudge.notify_one();
     platform.reconcile.notify_one();
     Ok(reply.into_response())

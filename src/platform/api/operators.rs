@@ -8,28 +8,28 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Outcome, Reply};
 use crate::context::Platform;
 use crate::db;
 use crate::db::operators::{NewToken, OperatorRow};
-use crate::operators::{Operator, Scope, Scopes};
+use crate::operators::{Operator, Scopes};
 use crate::tokens;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, array, fields, matching, named, nullable, object, one_of, text,
-    time,
+    Operation, Parameter, ParameterLocation, fields, matching, named, one_of, schema_of,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperatorTokenId;
 use svc_machine::name::OperatorName;
+use svc_wire::operator::{self as wire, IssuedToken, OperatorList, Scope, TokenIssue, WhoAmI};
+use svc_wire::text::UnknownWord;
 
 const DAY_SECONDS: u64 = 86_400;
 const DEFAULT_TTL_SECONDS: u64 = 90 * DAY_SECONDS;
@@ -51,31 +51,34 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
     ensure_may_grant(&operator, &scopes)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(replayed(&platform, &tx, reply).await?.into_response());
-    }
-    db::lock(&tx, "operators").await?;
-    if db::operators::count(&tx).await? >= MAX_OPERATORS {
-        return Err(Problem::new(Code::Conflict, format!("There are already {MAX_OPERATORS} operators.")));
-    }
     let id = OperatorTokenId::new();
     let token_value = platform.mint.operator_token(id);
-    let hash = tokens::hash(token_value.expose_secret());
-    let token = NewToken { id, hash: &hash, ttl };
-    let added = db::operators::insert(&tx, &name, &scopes, &token, operator.actor()).await?;
-    let added = added.ok_or_else(|| {
-        let detail = format!(
-            "An operator {name} already exists, possibly revoked: `svcctl operator list` shows all. A name cannot be reused \
-             while the audit contains it."
-        );
-        Problem::new(Code::Conflict, detail)
-    })?;
-    let reply = reply(StatusCode::CREATED, &added);
-    record(&tx, &mutation, &reply, "operator.add", None, &added).await?;
-    db::commit(tx).await?;
-    Ok(with_token(reply, &token_value).into_response())
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            db::lock(tx, "operators").await?;
+            if db::operators::count(tx).await? >= MAX_OPERATORS {
+                let detail = format!("There are already {MAX_OPERATORS} operators.");
+                return Err(Problem::new(Code::Conflict, detail));
+            }
+            let hash = tokens::hash(token_value.expose_secret());
+            let token = NewToken { id, hash: &hash, ttl };
+            let added = db::operators::insert(tx, &name, &scopes, &token, operator.actor()).await?;
+            let added = added.ok_or_else(|| name_taken(&name))?;
+            Ok(Effect::changed(
+                issue_reply(StatusCode::CREATED, &added),
+                change("operator.add", None, &added),
+            ))
+        })
+        .await?;
+    issue_response(&platform, outcome, &token_value).await
+}
+
+fn name_taken(name: &OperatorName) -> Problem {
+    let detail = format!(
+        "An operator {name} already exists, possibly revoked: `svcctl operator list` shows all. A name cannot be reused \
+         while the audit contains it."
+    );
+    Problem::new(Code::Conflict, detail)
 }
 
 async fn rotate(
@@ -91,27 +94,24 @@ async fn rotate(
     let name = fields.finish(Some(path_name(&name)?))?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(replayed(&platform, &tx, reply).await?.into_response());
-    }
-    let before = db::operators::locked(&tx, &name).await?.ok_or_else(|| not_found(&name))?;
-    // A rotation hands the operator's scopes to the caller.
-    ensure_may_grant(&operator, &before.scopes)?;
-    if before.revoked_at.is_some() {
-        let detail = format!("Operator {name} has been revoked: add one with another name instead.");
-        return Err(Problem::new(Code::Conflict, detail));
-    }
     let id = OperatorTokenId::new();
     let token_value = platform.mint.operator_token(id);
-    let hash = tokens::hash(token_value.expose_secret());
-    let token = NewToken { id, hash: &hash, ttl };
-    let after = db::operators::rotate(&tx, &name, &token, overlap).await?;
-    let reply = reply(StatusCode::OK, &after);
-    record(&tx, &mutation, &reply, "operator.rotate", Some(&before), &after).await?;
-    db::commit(tx).await?;
-    Ok(with_token(reply, &token_value).into_response())
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            let before = db::operators::locked(tx, &name).await?.ok_or_else(|| not_found(&name))?;
+            // A rotation hands the operator's scopes to the caller.
+            ensure_may_grant(&operator, &before.scopes)?;
+            if before.revoked_at.is_some() {
+                let detail = format!("Operator {name} has been revoked: add one with another name instead.");
+                return Err(Problem::new(Code::Conflict, detail));
+            }
+            let hash = tokens::hash(token_value.expose_secret());
+            let after = db::operators::rotate(tx, &name, &NewToken { id, hash: &hash, ttl }, overlap).await?;
+            let change = change("operator.rotate", Some(&before), &after);
+            Ok(Effect::changed(issue_reply(StatusCode::OK, &after), change))
+        })
+        .await?;
+    issue_response(&platform, outcome, &token_value).await
 }
 
 async fn revoke(
@@ -125,21 +125,18 @@ async fn revoke(
     let name = path_name(&name)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
-    }
-    let before = db::operators::locked(&tx, &name).await?.ok_or_else(|| not_found(&name))?;
-    let after = db::operators::revoke(&tx, &name).await?;
-    let reply = Reply::new(StatusCode::OK, after.record());
-    if before.revoked_at.is_some() {
-        mutation.store(&tx, &reply).await?;
-    } else {
-        record(&tx, &mutation, &reply, "operator.revoke", Some(&before), &after).await?;
-    }
-    db::commit(tx).await?;
-    Ok(reply.into_response())
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            let before = db::operators::locked(tx, &name).await?.ok_or_else(|| not_found(&name))?;
+            let after = db::operators::revoke(tx, &name).await?;
+            let reply = Reply::new(StatusCode::OK, wire::Operator::from(&after));
+            if before.revoked_at.is_some() {
+                return Ok(Effect::unchanged(reply));
+            }
+            Ok(Effect::changed(reply, change("operator.revoke", Some(&before), &after)))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
 }
 
 async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -148,8 +145,7 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let all = db::operators::list(&session, MAX_OPERATORS).await?;
-    let records: Vec<_> = all.iter().map(OperatorRow::record).collect();
-    Ok(Json(json!({ "operators": records })).into_response())
+    Ok(Json(OperatorList { operators: all.iter().map(Into::into).collect() }).into_response())
 }
 
 async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -160,23 +156,23 @@ async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Re
         Operator::PlatformSecret => None,
         Operator::Named { name, .. } => {
             let session = platform.report_db.session().await?;
-            db::operators::get(&session, name).await?.map(|row| row.record()["expiresAt"].clone())
+            db::operators::get(&session, name).await?.map(|row| row.expires_at.into())
         }
     };
-    let body = json!({"name": operator.actor(), "scopes": operator.scopes(), "expiresAt": expires_at});
-    Ok(Json(body).into_response())
+    let (name, scopes) = (operator.actor().to_owned(), operator.scopes().texts());
+    Ok(Json(WhoAmI { name, scopes, expires_at }).into_response())
 }
 
 fn scopes(fields: &mut Fields) -> Option<Scopes> {
     let names = fields.strings("scopes", Scope::ALL.len());
-    match names.iter().map(|name| name.parse()).collect::<Result<Scopes, String>>() {
+    match names.iter().map(|name| name.parse()).collect::<Result<Scopes, UnknownWord>>() {
         Ok(scopes) if !scopes.is_empty() => Some(scopes),
         Ok(_) => {
             fields.wrong("scopes", "must name at least one scope");
             None
         }
-        Err(why) => {
-            fields.wrong("scopes", why);
+        Err(UnknownWord { words }) => {
+            fields.wrong("scopes", format!("must be one of {}", words.join(", ")));
             None
         }
     }
@@ -219,8 +215,21 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
 }
 
 /// The response without the token, as it is stored for replays.
-fn reply(status: StatusCode, operator: &OperatorRow) -> Reply {
-    Reply::new(status, json!({"operator": operator.record(), "tokenId": operator.token_id}))
+fn issue_reply(status: StatusCode, operator: &OperatorRow) -> Reply {
+    Reply::new(status, TokenIssue { operator: operator.into(), token_id: operator.token_id.into() })
+}
+
+/// The response with the token; a replayed one gets the token that was issued first.
+async fn issue_response(
+    platform: &Platform,
+    outcome: Outcome,
+    token: &SecretString,
+) -> Result<Response, Problem> {
+    let reply = match outcome {
+        Outcome::Done(reply) => with_token(reply, token),
+        Outcome::Replayed(reply) => replayed(platform, reply).await?,
+    };
+    Ok(reply.into_response())
 }
 
 fn with_token(mut reply: Reply, token: &SecretString) -> Reply {
@@ -229,10 +238,11 @@ fn with_token(mut reply: Reply, token: &SecretString) -> Reply {
 }
 
 /// Adds the token to a stored response. The token is derived again from its id with the platform key that issued it.
-async fn replayed(platform: &Platform, tx: &Transaction<'_>, reply: Reply) -> Result<Reply, Problem> {
+async fn replayed(platform: &Platform, reply: Reply) -> Result<Reply, Problem> {
     let id: Option<OperatorTokenId> = reply.body["tokenId"].as_str().and_then(|id| id.parse().ok());
     let Some(id) = id else { return Ok(reply) };
-    let stored = db::operators::by_token(tx, id, Duration::ZERO).await?;
+    let session = platform.db.session().await?;
+    let stored = db::operators::by_token(&session, id, Duration::ZERO).await?;
     // A token that has expired or was replaced is useless, so any key will do.
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
@@ -246,42 +256,14 @@ async fn replayed(platform: &Platform, tx: &Transaction<'_>, reply: Reply) -> Re
     Ok(with_token(reply, &token))
 }
 
-async fn record(
-    tx: &Transaction<'_>,
-    mutation: &Mutation,
-    reply: &Reply,
-    action: &str,
-    before: Option<&OperatorRow>,
-    after: &OperatorRow,
-) -> Result<(), Problem> {
-    let (before, now) = (before.map(OperatorRow::record), after.record());
-    let changed =
-        AuditChange { action, target: after.name.as_str(), before: before.as_ref(), after: Some(&now) };
-    Ok(mutation.record(tx, reply, &changed).await?)
-}
-
-/// Schema of an operator.
-pub fn operator_schema() -> Value {
-    object(
-        &[
-            ("name", text()),
-            ("scopes", array(one_of(&Scope::ALL.map(Scope::as_str)))),
-            ("state", one_of(&["active", "expired", "revoked"])),
-            ("expiresAt", time()),
-            ("lastUsedAt", nullable(time())),
-            ("previousTokenExpiresAt", nullable(time())),
-            ("previousTokenLastUsedAt", nullable(time())),
-            ("createdAt", time()),
-            ("createdBy", text()),
-            ("rotatedAt", nullable(time())),
-            ("revokedAt", nullable(time())),
-        ],
-        &[],
-    )
-}
-
-fn issued_token_schema() -> Value {
-    object(&[("operator", named("Operator")), ("tokenId", text()), ("token", text())], &[])
+fn change(action: &'static str, before: Option<&OperatorRow>, after: &OperatorRow) -> AuditChange {
+    let record = |row: &OperatorRow| json!(wire::Operator::from(row));
+    AuditChange {
+        action,
+        target: after.name.to_string(),
+        before: before.map(record),
+        after: Some(record(after)),
+    }
 }
 
 fn seconds_schema(min: u64, max: u64) -> Value {
@@ -313,7 +295,7 @@ pub static ADD: Endpoint = Endpoint {
                 &[("ttlSeconds", seconds_schema(MIN_TTL_SECONDS, MAX_TTL_SECONDS))],
             )
         }),
-        responses: &[documented_json(201, "The operator and the token.", issued_token_schema)],
+        responses: &[documented_json(201, "The operator and the token.", schema_of::<IssuedToken>)],
         problems: &[Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(add),
@@ -329,9 +311,7 @@ pub static LIST: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The operators.", || {
-            object(&[("operators", array(named("Operator")))], &[])
-        })],
+        responses: &[documented_json(200, "The operators.", schema_of::<OperatorList>)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(list),
@@ -355,7 +335,7 @@ pub static ROTATE: Endpoint = Endpoint {
                 ],
             )
         }),
-        responses: &[documented_json(200, "The operator and the new token.", issued_token_schema)],
+        responses: &[documented_json(200, "The operator and the new token.", schema_of::<IssuedToken>)],
         problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(rotate),
@@ -387,10 +367,11 @@ pub static WHO_AM_I: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "Name, scopes, and expiry of the newest token.", || {
-            let scopes = array(one_of(&Scope::ALL.map(Scope::as_str)));
-            object(&[("name", text()), ("scopes", scopes), ("expiresAt", nullable(time()))], &[])
-        })],
+        responses: &[documented_json(
+            200,
+            "Name, scopes, and expiry of the newest token.",
+            schema_of::<WhoAmI>,
+        )],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(who_am_i),

@@ -21,15 +21,12 @@ use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, idp_user_id, slot_name,
 };
 use super::mutation::{self, AuditChange, Mutation, Reply};
-use super::shape;
 use crate::context::Platform;
 use crate::db::{self, DbError};
 use crate::tokens::TokenMint;
 use svc_base::clock::rfc3339_ms;
 use svc_http::fields::Fields;
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, count, fields, matching, nullable, object, one_of, text,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, fields, matching, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::key::{SlotPrefix, SnapshotKey};
@@ -37,6 +34,7 @@ use svc_store::pointer::Pointer;
 use svc_store::pointer_repair::{
     self, CurrentFence, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord,
 };
+use svc_wire::pointer as wire;
 
 /// Timeout of all requests to the store together. It is shorter than that of an operator's client.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -117,7 +115,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     drop(session);
     let inspection = inspect(&platform, &target, record).await?;
     ensure_exists(&target, is_known, &inspection)?;
-    Ok(Json(response_body(&target, &inspection)).into_response())
+    Ok(Json(inspection_resource(&target, &inspection)).into_response())
 }
 
 pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -167,10 +165,14 @@ async fn replace(
     let Some(next) = &inspection.next else {
         return Err(Problem::new(Code::SnapshotUnusable, no_complete_snapshot(&inspection)));
     };
-    let (before, after) = (audit_record(&inspection.found), pointer_record(next));
+    let (before, after) = (audit_record(&inspection.found), json!(pointer_resource(next)));
     let name = format!("{}/{}", target.user, target.slot);
-    let changed =
-        AuditChange { action: "pointer.rebuild", target: &name, before: Some(&before), after: Some(&after) };
+    let changed = AuditChange {
+        action: "pointer.rebuild",
+        target: name.clone(),
+        before: Some(before),
+        after: Some(after),
+    };
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     mutation::write_audit(&tx, mutation.actor(), &changed).await?;
@@ -179,10 +181,12 @@ async fn replace(
 
     let prefix = target.prefix();
     let written = with_timeout(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await?;
-    let reply = Reply::new(
-        StatusCode::OK,
-        json!({"idpUserId": target.user, "slot": target.slot, "pointer": pointer_record(&written)}),
-    );
+    let rebuilt = wire::RebuiltPointer {
+        idp_user_id: (&target.user).into(),
+        slot: (&target.slot).into(),
+        pointer: pointer_resource(&written),
+    };
+    let reply = Reply::new(StatusCode::OK, rebuilt);
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     // A repeated request may have completed meanwhile.
@@ -273,32 +277,32 @@ async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> 
     })
 }
 
-fn response_body(target: &PointerTarget, inspection: &Inspection) -> Value {
-    json!({
-        "idpUserId": target.user,
-        "slot": target.slot,
-        "state": state(&inspection.found),
-        "problem": inspection.found.problem(),
-        "snapshots": inspection.snapshots,
-        "current": inspection.found.pointer().map(pointer_record),
-        "rebuilt": inspection.next.as_ref().map(pointer_record),
-    })
+fn inspection_resource(target: &PointerTarget, inspection: &Inspection) -> wire::PointerInspection {
+    wire::PointerInspection {
+        idp_user_id: (&target.user).into(),
+        slot: (&target.slot).into(),
+        state: state(&inspection.found).into(),
+        problem: inspection.found.problem().map(str::to_owned),
+        snapshots: inspection.snapshots as u64,
+        current: inspection.found.pointer().map(pointer_resource),
+        rebuilt: inspection.next.as_ref().map(pointer_resource),
+    }
 }
 
-fn state(found: &PointerState) -> &'static str {
+fn state(found: &PointerState) -> wire::PointerState {
     match found {
-        PointerState::Sound(_) => "sound",
-        PointerState::Unsound { .. } => "unsound",
-        PointerState::Absent { .. } => "absent",
-        PointerState::Unreadable { .. } => "unreadable",
+        PointerState::Sound(_) => wire::PointerState::Sound,
+        PointerState::Unsound { .. } => wire::PointerState::Unsound,
+        PointerState::Absent { .. } => wire::PointerState::Absent,
+        PointerState::Unreadable { .. } => wire::PointerState::Unreadable,
     }
 }
 
 fn audit_record(found: &PointerState) -> Value {
     let mut before = json!({
-        "state": state(found),
+        "state": state(found).as_str(),
         "problem": found.problem(),
-        "pointer": found.pointer().map(pointer_record),
+        "pointer": found.pointer().map(pointer_resource),
     });
     if let PointerState::Unreadable { size_bytes, start, .. } = found {
         before["sizeBytes"] = (*size_bytes).into();
@@ -307,22 +311,22 @@ fn audit_record(found: &PointerState) -> Value {
     before
 }
 
-fn pointer_record(pointer: &Pointer) -> Value {
-    json!({
-        "seq": pointer.seq,
-        "fenceEpoch": pointer.fence_epoch,
-        "fenceMachineId": pointer.fence_holder(),
-        "emptiedAt": pointer.emptied_at.map(rfc3339_ms),
-        "snapshot": pointer.snapshot.as_ref().map(|named| json!({
-            "key": named.key,
-            "sizeBytes": named.size_bytes,
-            "sha256": named.sha256,
-            "epoch": named.epoch,
-            "machineId": named.machine_id,
-            "takenAt": rfc3339_ms(named.taken_at),
-            "verifiedAt": rfc3339_ms(named.verified_at),
-        })),
-    })
+fn pointer_resource(pointer: &Pointer) -> wire::Pointer {
+    wire::Pointer {
+        seq: pointer.seq,
+        fence_epoch: pointer.fence_epoch.0.into(),
+        fence_machine_id: pointer.fence_holder().map(Into::into),
+        emptied_at: pointer.emptied_at.map(Into::into),
+        snapshot: pointer.snapshot.as_ref().map(|named| wire::NamedSnapshot {
+            key: named.key.clone(),
+            size_bytes: named.size_bytes,
+            sha256: named.sha256.clone(),
+            epoch: named.epoch.0.into(),
+            machine_id: named.machine_id.into(),
+            taken_at: named.taken_at.into(),
+            verified_at: named.verified_at.into(),
+        }),
+    }
 }
 
 const USER: Parameter = Parameter {
@@ -354,20 +358,7 @@ pub static SHOW: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[USER, SLOT, SNAPSHOT_KEY],
         body: None,
-        responses: &[documented_json(200, "The pointer.", || {
-            object(
-                &[
-                    ("idpUserId", idp_user_id()),
-                    ("slot", slot_name()),
-                    ("state", one_of(&["sound", "unsound", "absent", "unreadable"])),
-                    ("problem", nullable(text())),
-                    ("snapshots", count()),
-                    ("current", nullable(shape::pointer())),
-                    ("rebuilt", nullable(shape::pointer())),
-                ],
-                &[],
-            )
-        })],
+        responses: &[documented_json(200, "The pointer.", schema_of::<wire::PointerInspection>)],
         problems: &[
             Code::NotFound,
             Code::SnapshotUnusable,
@@ -398,9 +389,7 @@ pub static REBUILD: Endpoint = Endpoint {
                 ],
             )
         }),
-        responses: &[documented_json(200, "The written pointer.", || {
-            object(&[("idpUserId", idp_user_id()), ("slot", slot_name()), ("pointer", shape::pointer())], &[])
-        })],
+        responses: &[documented_json(200, "The written pointer.", schema_of::<wire::RebuiltPointer>)],
         problems: &[
             Code::NotFound,
             Code::Conflict,

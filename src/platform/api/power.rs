@@ -13,7 +13,7 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json,
 };
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
@@ -21,53 +21,27 @@ use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
-use svc_http::openapi::{Operation, fields, nullable, object, one_of, uuid};
+use svc_http::openapi::{Operation, fields, one_of, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::{OperationKind, OperationOptions};
 use svc_machine::state::Status;
+use svc_wire::change::{PowerAction, PowerChange};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum PowerAction {
-    On,
-    Off,
-    Reboot,
-}
-
-impl PowerAction {
-    const ALL: [Self; 3] = [Self::On, Self::Off, Self::Reboot];
-
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::On => "on",
-            Self::Off => "off",
-            Self::Reboot => "reboot",
-        }
-    }
-
-    fn kind(self) -> OperationKind {
-        match self {
-            Self::On => OperationKind::PowerOn,
-            Self::Off => OperationKind::PowerOff,
-            Self::Reboot => OperationKind::Reboot,
-        }
-    }
-
-    fn audit_action(self) -> &'static str {
-        match self {
-            Self::On => "power.on",
-            Self::Off => "power.off",
-            Self::Reboot => "power.reboot",
-        }
+fn operation_kind(action: PowerAction) -> OperationKind {
+    match action {
+        PowerAction::On => OperationKind::PowerOn,
+        PowerAction::Off => OperationKind::PowerOff,
+        PowerAction::Reboot => OperationKind::Reboot,
     }
 }
 
-impl std::str::FromStr for PowerAction {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL.into_iter().find(|action| action.as_str() == text).ok_or("must be on, off or reboot")
+fn audit_action(action: PowerAction) -> &'static str {
+    match action {
+        PowerAction::On => "power.on",
+        PowerAction::Off => "power.off",
+        PowerAction::Reboot => "power.reboot",
     }
 }
 
@@ -116,9 +90,10 @@ async fn power(
         PowerAction::Off => machine_server::mark_powered_off(&change.tx, id).await?,
         PowerAction::On | PowerAction::Reboot => {}
     }
-    let filed = db::operations::file(&change.tx, id, action.kind(), OperationOptions::default()).await?;
+    let filed =
+        db::operations::file(&change.tx, id, operation_kind(action), OperationOptions::default()).await?;
     let body = |after: &MachineRow| body(after, action, Some(filed));
-    change.end(ChangeEffect::Changed(action.audit_action()), StatusCode::ACCEPTED, body).await
+    change.end(ChangeEffect::Changed(audit_action(action)), StatusCode::ACCEPTED, body).await
 }
 
 fn ensure_can_switch(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
@@ -157,7 +132,7 @@ async fn find_same_operation(
     action: PowerAction,
 ) -> Result<Option<OperationId>, Problem> {
     let Some(operation) = db::operations::running(tx, machine.id).await? else { return Ok(None) };
-    if operation.kind == action.kind().as_str() {
+    if operation.kind == operation_kind(action).as_str() {
         return Ok(Some(operation.id));
     }
     let detail = format!(
@@ -173,13 +148,13 @@ fn refused(machine: &MachineRow, detail: &str) -> Problem {
         .with("allowed", json!([machine.status]))
 }
 
-fn body(machine: &MachineRow, action: PowerAction, operation: Option<OperationId>) -> Value {
-    json!({
-        "machineId": machine.id,
-        "action": action.as_str(),
-        "status": machine.status,
-        "operationId": operation,
-    })
+fn body(machine: &MachineRow, action: PowerAction, operation: Option<OperationId>) -> PowerChange {
+    PowerChange {
+        machine_id: machine.id.into(),
+        action: action.into(),
+        status: machine.status.into(),
+        operation_id: operation.map(Into::into),
+    }
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -193,8 +168,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: Some(|| fields(&[("action", action_schema())], &[])),
         responses: &[
-            documented_json(202, "The server is being switched on or off, or restarted.", response_schema),
-            documented_json(200, "The server is already switched off.", response_schema),
+            documented_json(
+                202,
+                "The server is being switched on or off, or restarted.",
+                schema_of::<PowerChange>,
+            ),
+            documented_json(200, "The server is already switched off.", schema_of::<PowerChange>),
         ],
         problems: &[
             Code::MachineNotFound,
@@ -208,16 +187,4 @@ pub static ENDPOINT: Endpoint = Endpoint {
 
 fn action_schema() -> Value {
     one_of(&PowerAction::ALL.map(PowerAction::as_str))
-}
-
-fn response_schema() -> Value {
-    object(
-        &[
-            ("machineId", uuid()),
-            ("action", action_schema()),
-            ("status", status()),
-            ("operationId", nullable(uuid())),
-        ],
-        &[],
-    )
 }

@@ -4,27 +4,27 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
-use deadpool_postgres::GenericClient;
+use deadpool_postgres::{GenericClient, Transaction};
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, documented_json, fallback_locations,
-    handle_name, idp_user_id, image_version, kind, location, server_type, slot_name, status,
+    handle_name, idp_user_id, image_version, kind, location, server_type, slot_name,
 };
 use super::locations::RequestedLocations;
-use super::mutation::{self, AuditChange, Mutation, Reply};
+use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
 use super::{entitlement, problems, restorable};
 use crate::context::Platform;
-use crate::db::machine_row::{MachineKind, MachineRow};
+use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, FiledOperation, MachineRequest};
 use axum::routing::post;
 use svc_base::config::Flag;
-use svc_http::openapi::{Operation, boolean, count, fields, nullable, object, uuid};
+use svc_http::openapi::{Operation, boolean, fields, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Event, RestoreMode};
@@ -36,6 +36,8 @@ use svc_machine::state::Status;
 use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{self, SnapshotUnusable};
 use svc_store::{Bucket, bundle};
+use svc_wire::change::ProvisionedMachine;
+use svc_wire::machine::MachineKind;
 
 struct ProvisionRequest {
     user: IdpUserId,
@@ -107,42 +109,38 @@ async fn provision(
     } else {
         None
     };
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", request.user)).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    check_admission(platform, &tx, request).await?;
-    let existing = db::machines::lock_in_slot(&tx, &request.user, &request.slot).await?;
-    if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
-        let operation = db::operations::list_for_machine(&tx, machine.id).await?.into_iter().next();
-        let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
-        mutation.store(&tx, &reply).await?;
-        db::commit(tx).await?;
-        return Ok(reply);
-    }
-    let Some(plan) = plan else {
-        return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
+    let change = async |tx: &Transaction<'_>| {
+        check_admission(platform, tx, request).await?;
+        let existing = db::machines::lock_in_slot(tx, &request.user, &request.slot).await?;
+        if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
+            let operation = db::operations::list_for_machine(tx, machine.id).await?.into_iter().next();
+            let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
+            return Ok(Effect::unchanged(reply));
+        }
+        let Some(plan) = plan else {
+            return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
+        };
+        if let Some(failed) = &existing {
+            restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
+        }
+        let owner = db::slots::claim_handle(tx, &request.handle, &request.user).await?;
+        if owner != request.user.as_str() {
+            return Err(handle_taken(&request.handle));
+        }
+        let filed = create_machine(platform, tx, request, plan, existing.as_ref()).await?;
+        let machine = db::machines::get(tx, filed.machine).await?.ok_or_else(|| machine_missing(filed))?;
+        let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
+        let mut after = machine.record();
+        after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
+        let change = AuditChange {
+            action: "provision",
+            target: format!("{}/{}", request.user, request.slot),
+            before: existing.as_ref().map(MachineRow::record),
+            after: Some(after),
+        };
+        Ok(Effect::changed(reply, change))
     };
-    if let Some(failed) = &existing {
-        restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
-    }
-    let owner = db::slots::claim_handle(&tx, &request.handle, &request.user).await?;
-    if owner != request.user.as_str() {
-        return Err(handle_taken(&request.handle));
-    }
-    let filed = create_machine(platform, &tx, request, plan, existing.as_ref()).await?;
-    let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| machine_missing(filed))?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
-    let (before, mut after) = (existing.as_ref().map(MachineRow::record), machine.record());
-    after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
-    let target = format!("{}/{}", request.user, request.slot);
-    let changed =
-        AuditChange { action: "provision", target: &target, before: before.as_ref(), after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    mutation.run_for_user(platform, &request.user, change).await
 }
 
 /// Properties of the new machine that are looked up before any change.
@@ -334,17 +332,17 @@ fn machine_missing(filed: FiledOperation) -> Problem {
     problems::machine_not_found(&filed.machine.to_string())
 }
 
-fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
-    json!({
-        "machineId": machine.id,
-        "idpUserId": machine.user,
-        "slot": machine.slot,
-        "handle": machine.handle,
-        "kind": machine.kind.as_str(),
-        "status": machine.status,
-        "epoch": machine.epoch,
-        "operationId": operation,
-    })
+fn body(machine: &MachineRow, operation: Option<OperationId>) -> ProvisionedMachine {
+    ProvisionedMachine {
+        machine_id: machine.id.into(),
+        idp_user_id: (&machine.user).into(),
+        slot: (&machine.slot).into(),
+        handle: (&machine.handle).into(),
+        kind: machine.kind.into(),
+        status: machine.status.into(),
+        epoch: machine.epoch.0.into(),
+        operation_id: operation.map(Into::into),
+    }
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -372,8 +370,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
             )
         }),
         responses: &[
-            documented_json(202, "The machine is being created.", response_schema),
-            documented_json(200, "The slot already has this machine.", response_schema),
+            documented_json(202, "The machine is being created.", schema_of::<ProvisionedMachine>),
+            documented_json(200, "The slot already has this machine.", schema_of::<ProvisionedMachine>),
         ],
         problems: &[
             Code::Disabled,
@@ -393,19 +391,3 @@ pub static ENDPOINT: Endpoint = Endpoint {
     },
     serve: || post(handle),
 };
-
-fn response_schema() -> Value {
-    object(
-        &[
-            ("machineId", uuid()),
-            ("idpUserId", idp_user_id()),
-            ("slot", slot_name()),
-            ("handle", handle_name()),
-            ("kind", kind()),
-            ("status", status()),
-            ("epoch", count()),
-            ("operationId", nullable(uuid())),
-        ],
-        &[],
-    )
-}

@@ -7,26 +7,26 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
-use deadpool_postgres::GenericClient;
+use deadpool_postgres::{GenericClient, Transaction};
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, documented_json, fallback_locations,
-    idp_user_id, image_version, kind, location, server_type, slot_name, status,
+    idp_user_id, image_version, location, server_type, slot_name,
 };
 use super::locations::RequestedLocations;
-use super::mutation::{self, AuditChange, Mutation, Reply};
+use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
-use super::{entitlement, problems, provision, restorable, shape};
+use super::{entitlement, problems, provision, restorable};
 use crate::context::Platform;
 use crate::copies;
-use crate::db::machine_row::{MachineKind, MachineRow};
+use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use axum::routing::post;
-use svc_http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
+use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Event, RestoreMode};
@@ -36,6 +36,8 @@ use svc_machine::operation::OperationOptions;
 use svc_machine::state::Status;
 use svc_store::key::{SlotPrefix, SnapshotKey};
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_wire::change::RecoveredMachine;
+use svc_wire::machine::MachineKind;
 
 struct RecoveryRequest {
     user: IdpUserId,
@@ -152,66 +154,61 @@ async fn recover(
         Some(prepare(platform, request, &machine).await?)
     };
 
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", request.user)).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    let machine =
-        require_machine(db::machines::lock_in_slot(&tx, &request.user, &request.slot).await?, request)?;
-    if machine.status == Status::Recovering {
-        // Stored, so that a repeated request does not start another recovery after this one has ended.
-        let reply = respond_during_recovery(&tx, &machine, request).await?;
-        mutation.store(&tx, &reply).await?;
-        db::commit(tx).await?;
-        return Ok(reply);
-    }
-    let Some(plan) = plan else {
-        return Err(changed_meanwhile());
+    let change = async |tx: &Transaction<'_>| {
+        let machine =
+            require_machine(db::machines::lock_in_slot(tx, &request.user, &request.slot).await?, request)?;
+        if machine.status == Status::Recovering {
+            // Stored, so that a repeated request does not start another recovery after this one has ended.
+            let reply = respond_during_recovery(tx, &machine, request).await?;
+            return Ok(Effect::unchanged(reply));
+        }
+        let Some(plan) = plan else {
+            return Err(changed_meanwhile());
+        };
+        restorable::ensure_not_switched_off(&machine, request.options.accept_loss)?;
+        let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
+        let wanted = MachineRequest {
+            user: machine.user.clone(),
+            slot: machine.slot.clone(),
+            handle: machine.handle.clone(),
+            kind: machine.kind,
+            server_type: plan.server_type,
+            fallback_locations: request.locations.fallback_for(platform, &location),
+            location,
+            image_version: plan.image_version,
+            bundle_sha256: plan.bundle_sha256,
+            https_port: platform.config.hosts.https_port,
+            lives_for: preview_ttl(platform, &machine),
+            restore_snapshot: plan.snapshot,
+        };
+        let event = Event::RecoverRequested { restore: plan.restore };
+        let with = EventContext {
+            successor: Some(&wanted),
+            options: request.options,
+            epoch_floor: plan.epoch_floor,
+            ..EventContext::default()
+        };
+        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
+        let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
+            Change::Moved { filed: Some(filed) } => filed,
+            Change::Moved { filed: None } | Change::Unchanged => return Err(changed_meanwhile()),
+        };
+        let new = db::machines::get(tx, filed.machine).await?;
+        let new = new.ok_or_else(|| problems::machine_not_found(&filed.machine.to_string()))?;
+        let recovered = RecoveredMachine {
+            newer_snapshot: plan.newer.as_ref().map(copies::newer_resource),
+            ..body(machine.id, &new, filed.operation)
+        };
+        let reply = Reply::new(StatusCode::ACCEPTED, recovered);
+        let change = AuditChange {
+            action: "recover",
+            target: format!("{}/{}", request.user, request.slot),
+            before: Some(machine.record()),
+            after: Some(new.record()),
+        };
+        Ok(Effect::changed(reply, change))
     };
-    restorable::ensure_not_switched_off(&machine, request.options.accept_loss)?;
-    let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
-    let wanted = MachineRequest {
-        user: machine.user.clone(),
-        slot: machine.slot.clone(),
-        handle: machine.handle.clone(),
-        kind: machine.kind,
-        server_type: plan.server_type,
-        fallback_locations: request.locations.fallback_for(platform, &location),
-        location,
-        image_version: plan.image_version,
-        bundle_sha256: plan.bundle_sha256,
-        https_port: platform.config.hosts.https_port,
-        lives_for: preview_ttl(platform, &machine),
-        restore_snapshot: plan.snapshot,
-    };
-    let event = Event::RecoverRequested { restore: plan.restore };
-    let with = EventContext {
-        successor: Some(&wanted),
-        options: request.options,
-        epoch_floor: plan.epoch_floor,
-        ..EventContext::default()
-    };
-    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
-    let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
-        Change::Moved { filed: Some(filed) } => filed,
-        Change::Moved { filed: None } | Change::Unchanged => return Err(changed_meanwhile()),
-    };
-    let new = db::machines::get(&tx, filed.machine).await?;
-    let new = new.ok_or_else(|| problems::machine_not_found(&filed.machine.to_string()))?;
-    let mut response_body = body(machine.id, &new, filed.operation);
-    if let Some(newer) = &plan.newer {
-        response_body["newerSnapshot"] = copies::newer_record(newer);
-    }
-    let reply = Reply::new(StatusCode::ACCEPTED, response_body);
-    let target = format!("{}/{}", request.user, request.slot);
-    let (before, after) = (machine.record(), new.record());
-    let changed =
-        AuditChange { action: "recover", target: &target, before: Some(&before), after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    mutation.run_for_user(platform, &request.user, change).await
 }
 
 fn changed_meanwhile() -> Problem {
@@ -350,16 +347,17 @@ fn differing_options(
     .collect()
 }
 
-fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> Value {
-    json!({
-        "oldMachineId": old,
-        "machineId": new.id,
-        "slot": new.slot,
-        "kind": new.kind.as_str(),
-        "status": new.status,
-        "epoch": new.epoch,
-        "operationId": operation,
-    })
+fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> RecoveredMachine {
+    RecoveredMachine {
+        old_machine_id: old.into(),
+        machine_id: new.id.into(),
+        slot: (&new.slot).into(),
+        kind: new.kind.into(),
+        status: new.status.into(),
+        epoch: new.epoch.0.into(),
+        operation_id: operation.into(),
+        newer_snapshot: None,
+    }
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -387,21 +385,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                 ],
             )
         }),
-        responses: &[documented_json(202, "The recovery is running.", || {
-            object(
-                &[
-                    ("oldMachineId", uuid()),
-                    ("machineId", uuid()),
-                    ("slot", slot_name()),
-                    ("kind", kind()),
-                    ("status", status()),
-                    ("epoch", count()),
-                    ("operationId", uuid()),
-                ],
-                // Only in the response to the request that started the recovery.
-                &[("newerSnapshot", shape::newer_snapshot())],
-            )
-        })],
+        responses: &[documented_json(202, "The recovery is running.", schema_of::<RecoveredMachine>)],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

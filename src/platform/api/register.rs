@@ -215,11 +215,9 @@ async fn register(
     machine_changes::record_registration(tx, machine.id, &registration).await?;
     db::slots::set_release(tx, &machine.user, &machine.slot, &body.image_version).await?;
     db::operations::end_running(tx, machine.id, "succeeded", None).await?;
-    let id = machine.id.to_string();
-    let actor = format!("machine:{id}");
-    let after = serde_json::to_value(body).ok();
-    let changed = AuditChange { action: "register", target: &id, before: None, after: after.as_ref() };
-    mutation::write_audit(tx, &actor, &changed).await?;
+    let (target, after) = (machine.id.to_string(), serde_json::to_value(body).ok());
+    let change = AuditChange { action: "register", target, before: None, after };
+    mutation::write_audit(tx, &format!("machine:{}", machine.id), &change).await?;
     tracing::info!(machine = %machine.id, boot_ms = body.boot_ms, "registered");
     Ok(response)
 }

@@ -6,22 +6,22 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
+use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, server_type,
-    status,
 };
 use super::machine_change::ChangeRequest;
-use super::mutation::{self, AuditChange, Mutation, Reply};
+use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::{entitlement, problems, restorable};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use axum::routing::post;
-use svc_http::openapi::{Operation, fields, nullable, object, uuid};
+use svc_http::openapi::{Operation, fields, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
@@ -29,6 +29,7 @@ use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::ServerType;
 use svc_machine::transition::{Outcome, transition};
 use svc_provider::{ServerId, ServerTypeInfo};
+use svc_wire::change::Resize;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -50,7 +51,7 @@ async fn resize(
     to: &ServerType,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
-    let mut session = platform.db.session().await?;
+    let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
@@ -62,46 +63,37 @@ async fn resize(
         let info = require_server_type(platform, to).await?;
         ensure_disk_fits(platform, &seen, &info).await?;
         restorable::ensure_holds_slot(platform, &seen).await?;
-        session = platform.db.session().await?;
+    } else {
+        drop(session);
     }
-    let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", seen.user)).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    let machine = require_machine(db::machines::lock(&tx, id).await?, id)?;
-    if machine.server_type != seen.server_type {
-        return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
-    }
-    if is_change(&machine, to)? {
-        entitlement::ensure_machine_entitled(platform, &tx, &machine, to).await?;
-        if let Some(operation) = db::operations::running(&tx, id).await? {
-            let detail = format!("Its operation {} ({}) is running.", operation.id, operation.kind);
-            return Err(Problem::new(Code::InvalidState, detail)
-                .with("machineStatus", json!(machine.status))
-                .with("allowed", json!(["running"])));
+    let change = async |tx: &Transaction<'_>| {
+        let machine = require_machine(db::machines::lock(tx, id).await?, id)?;
+        if machine.server_type != seen.server_type {
+            return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
         }
-    }
-    let event = Event::ResizeRequested { to: to.clone() };
-    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, EventContext::default()).await;
-    let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
-        Change::Moved { filed } => filed.map(|filed| filed.operation),
-        Change::Unchanged => {
-            let reply = Reply::new(StatusCode::OK, body(&machine, to, None));
-            mutation.store(&tx, &reply).await?;
-            db::commit(tx).await?;
-            return Ok(reply);
+        if is_change(&machine, to)? {
+            entitlement::ensure_machine_entitled(platform, tx, &machine, to).await?;
+            if let Some(operation) = db::operations::running(tx, id).await? {
+                let detail = format!("Its operation {} ({}) is running.", operation.id, operation.kind);
+                return Err(Problem::new(Code::InvalidState, detail)
+                    .with("machineStatus", json!(machine.status))
+                    .with("allowed", json!(["running"])));
+            }
         }
+        let event = Event::ResizeRequested { to: to.clone() };
+        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, EventContext::default()).await;
+        let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
+            Change::Moved { filed } => filed.map(|filed| filed.operation),
+            Change::Unchanged => {
+                return Ok(Effect::unchanged(Reply::new(StatusCode::OK, body(&machine, to, None))));
+            }
+        };
+        let resizing = require_machine(db::machines::get(tx, id).await?, id)?;
+        let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, filed));
+        let (before, after) = (Some(machine.record()), Some(resizing.record()));
+        Ok(Effect::changed(reply, AuditChange { action: "resize", target: id.to_string(), before, after }))
     };
-    let resizing = require_machine(db::machines::get(&tx, id).await?, id)?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, filed));
-    let (before, after) = (machine.record(), resizing.record());
-    let target = id.to_string();
-    let changed =
-        AuditChange { action: "resize", target: &target, before: Some(&before), after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    mutation.run_for_user(platform, &seen.user, change).await
 }
 
 /// Treats a deleted machine as not found.
@@ -163,13 +155,13 @@ async fn ensure_disk_fits(
     Ok(())
 }
 
-fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -> Value {
-    json!({
-        "machineId": machine.id,
-        "serverType": to,
-        "status": machine.status,
-        "operationId": operation,
-    })
+fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -> Resize {
+    Resize {
+        machine_id: machine.id.into(),
+        server_type: to.into(),
+        status: machine.status.into(),
+        operation_id: operation.map(Into::into),
+    }
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -183,8 +175,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: Some(|| fields(&[("serverType", server_type())], &[])),
         responses: &[
-            documented_json(202, "The machine is being resized.", response_schema),
-            documented_json(200, "The machine already has this type.", response_schema),
+            documented_json(202, "The machine is being resized.", schema_of::<Resize>),
+            documented_json(200, "The machine already has this type.", schema_of::<Resize>),
         ],
         problems: &[
             Code::MachineNotFound,
@@ -201,15 +193,3 @@ pub static ENDPOINT: Endpoint = Endpoint {
     },
     serve: || post(handle),
 };
-
-fn response_schema() -> Value {
-    object(
-        &[
-            ("machineId", uuid()),
-            ("serverType", server_type()),
-            ("status", status()),
-            ("operationId", nullable(uuid())),
-        ],
-        &[],
-    )
-}

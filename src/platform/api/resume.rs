@@ -25,6 +25,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ServerType;
 use svc_machine::state::Status;
 use svc_provider::{ServerId, ServerStatus};
+use svc_wire::machine::Machine;
 
 /// Maximum age of the last heartbeat of a live host.
 const MAX_HEARTBEAT_AGE: SignedDuration = SignedDuration::from_mins(2);
@@ -68,7 +69,7 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("resume"),
     };
-    change.end(effect, StatusCode::OK, MachineRow::record).await
+    change.end(effect, StatusCode::OK, |after| Machine::from(after)).await
 }
 
 /// Checks that the machine's server runs and its host is healthy. Returns the server's type.

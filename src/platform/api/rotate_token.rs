@@ -13,14 +13,15 @@ use serde_json::json;
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use crate::context::Platform;
-use crate::db::machine_row::MachineRow;
-use crate::db::{self, upgrade_token};
-use svc_http::openapi::{Operation, count, named, object};
+use crate::db::upgrade_token;
+use svc_http::openapi::{Operation, named, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
+use svc_wire::change::TokenRotations;
+use svc_wire::machine::Machine;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -49,7 +50,7 @@ async fn rotate(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         None => ChangeEffect::Changed("token.rotate"),
     };
     upgrade_token::request_rotation(&change.tx, id).await?;
-    change.end(effect, StatusCode::OK, MachineRow::record).await
+    change.end(effect, StatusCode::OK, |after| Machine::from(after)).await
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -78,19 +79,17 @@ async fn handle_all(State(platform): State<Arc<Platform>>, request: Request) -> 
     let operator = call.authenticate_operator(&platform).await?;
     call.ensure_no_body()?;
     let mutation = Mutation::from_call(&call, &operator)?;
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
-    }
-    let requested = upgrade_token::request_all(&tx).await?;
-    let after = json!({ "requested": requested });
-    let reply = Reply::new(StatusCode::OK, after.clone());
-    let changed =
-        AuditChange { action: "token.rotate_all", target: "fleet", before: None, after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply.into_response())
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            let rotations = TokenRotations { requested: upgrade_token::request_all(tx).await? };
+            let reply = Reply::new(StatusCode::OK, rotations);
+            let target = "fleet".to_owned();
+            let after = Some(json!(rotations));
+            let change = AuditChange { action: "token.rotate_all", target, before: None, after };
+            Ok(Effect::changed(reply, change))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
 }
 
 pub static ALL: Endpoint = Endpoint {
@@ -103,9 +102,11 @@ pub static ALL: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: None,
-        responses: &[documented_json(200, "The number of new rotation requests.", || {
-            object(&[("requested", count())], &[])
-        })],
+        responses: &[documented_json(
+            200,
+            "The number of new rotation requests.",
+            schema_of::<TokenRotations>,
+        )],
         problems: &[Code::InvalidRequest, Code::IdempotencyMismatch, Code::DatabaseUnavailable],
     },
     serve: || post(handle_all),

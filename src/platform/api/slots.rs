@@ -13,16 +13,14 @@ use super::endpoint::{
     Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, documented_json, idp_user_id,
     plan, slot_name,
 };
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::slots::{self, SlotRow};
-use crate::db::{self};
 use axum::routing;
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, array, fields, named, object, one_of, time,
-};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, one_of, schema_of, time};
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::Slot;
+use svc_wire::slot::{Subscription, SubscriptionList};
 
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -30,21 +28,21 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
     let slot = parse_subscription(&call)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply.into_response());
-    }
-    let before = slots::get(&tx, &slot.user, &slot.slot).await?.map(|slot| slot.record());
-    slots::put(&tx, &slot).await?;
-    let after = slot.record();
-    let reply = Reply::new(StatusCode::OK, after.clone());
-    let target = format!("{}/{}", slot.user, slot.slot);
-    let changed =
-        AuditChange { action: "slot.set", target: &target, before: before.as_ref(), after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply.into_response())
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            let before = slots::get(tx, &slot.user, &slot.slot).await?;
+            slots::put(tx, &slot).await?;
+            let after = Subscription::from(&slot);
+            let change = AuditChange {
+                action: "slot.set",
+                target: format!("{}/{}", slot.user, slot.slot),
+                before: before.map(|before| json!(Subscription::from(&before))),
+                after: Some(json!(after)),
+            };
+            Ok(Effect::changed(Reply::new(StatusCode::OK, after), change))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
 }
 
 fn parse_subscription(call: &ApiCall) -> Result<SlotRow, Problem> {
@@ -67,8 +65,7 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     query.finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = slots::list(&session, user.as_ref()).await?;
-    let records: Vec<_> = rows.iter().map(SlotRow::record).collect();
-    Ok(Json(json!({"slots": records})).into_response())
+    Ok(Json(SubscriptionList { slots: rows.iter().map(Into::into).collect() }).into_response())
 }
 
 pub static PUT: Endpoint = Endpoint {
@@ -111,9 +108,7 @@ pub static LIST: Endpoint = Endpoint {
             about: "Only subscriptions of this user.",
         }],
         body: None,
-        responses: &[documented_json(200, "The subscriptions.", || {
-            object(&[("slots", array(named("Subscription")))], &[])
-        })],
+        responses: &[documented_json(200, "The subscriptions.", schema_of::<SubscriptionList>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || routing::get(list),

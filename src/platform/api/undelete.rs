@@ -7,10 +7,10 @@ use axum::response::Response;
 use axum::routing::post;
 use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, kind, status,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json,
 };
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
@@ -19,11 +19,12 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, FiledOperation};
-use svc_http::openapi::{Operation, boolean, count, object, uuid};
+use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
+use svc_wire::change::UndeletedMachine;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -153,15 +154,15 @@ fn refused(detail: &str) -> Problem {
         .with("allowed", json!([]))
 }
 
-fn body(machine: &MachineRow, filed: FiledOperation, already_undone: bool) -> Value {
-    json!({
-        "machineId": machine.id,
-        "kind": machine.kind.as_str(),
-        "status": machine.status,
-        "epoch": machine.epoch,
-        "operationId": filed.operation,
-        "alreadyUndone": already_undone,
-    })
+fn body(machine: &MachineRow, filed: FiledOperation, already_undone: bool) -> UndeletedMachine {
+    UndeletedMachine {
+        machine_id: machine.id.into(),
+        kind: machine.kind.into(),
+        status: machine.status.into(),
+        epoch: machine.epoch.0.into(),
+        operation_id: filed.operation.into(),
+        already_undone,
+    }
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -178,19 +179,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         responses: &[documented_json(
             202,
             "The machine holds its slot again; its server is being switched on.",
-            || {
-                object(
-                    &[
-                        ("machineId", uuid()),
-                        ("kind", kind()),
-                        ("status", status()),
-                        ("epoch", count()),
-                        ("operationId", uuid()),
-                        ("alreadyUndone", boolean()),
-                    ],
-                    &[],
-                )
-            },
+            schema_of::<UndeletedMachine>,
         )],
         problems: &[
             Code::MachineNotFound,

@@ -152,11 +152,11 @@ async fn record(
         after[name] = value.into();
     }
     after["outcome"] = read.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
-    let target = id.to_string();
-    let changed = AuditChange { action: "usage.read", target: &target, before: None, after: Some(&after) };
+    let change =
+        AuditChange { action: "usage.read", target: id.to_string(), before: None, after: Some(after) };
     let mut session = platform.report_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    mutation::write_audit(&tx, operator.actor(), &changed).await?;
+    mutation::write_audit(&tx, operator.actor(), &change).await?;
     Ok(db::commit(tx).await?)
 }
 

@@ -2,12 +2,11 @@
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use super::{DbError, execute, rows};
-use svc_base::clock::rfc3339_ms;
 use svc_machine::id::AuditId;
 
 /// One mutating call.
@@ -46,28 +45,13 @@ pub struct AuditFilter {
 #[derive(Debug)]
 pub struct AuditRow {
     pub id: AuditId,
-    at: Timestamp,
-    actor: String,
-    action: String,
-    target: String,
-    before: Option<Value>,
-    after: Option<Value>,
-    request_id: String,
-}
-
-impl AuditRow {
-    pub fn record(&self) -> Value {
-        json!({
-            "auditId": self.id,
-            "at": rfc3339_ms(self.at),
-            "actor": self.actor,
-            "action": self.action,
-            "target": self.target,
-            "before": self.before,
-            "after": self.after,
-            "requestId": self.request_id,
-        })
-    }
+    pub at: Timestamp,
+    pub actor: String,
+    pub action: String,
+    pub target: String,
+    pub before: Option<Value>,
+    pub after: Option<Value>,
+    pub request_id: String,
 }
 
 /// Newest first.

@@ -7,7 +7,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use serde_json::Value;
 
-use super::machine_row::{Failure, MachineKind, MachineRow};
+use super::machine_row::{Failure, MachineRow};
 use super::{DbError, execute, row};
 use svc_http::tls::SpkiPin;
 use svc_machine::epoch::Epoch;
@@ -15,6 +15,7 @@ use svc_machine::event::RestoreMode;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::Status;
+use svc_wire::machine::MachineKind;
 
 /// A machine to insert.
 pub struct NewMachine {

@@ -1,22 +1,22 @@
-//! A row of `user_machines`: parsed, and as the API shows it.
+//! A row of `user_machines`.
 
 use std::fmt::Display;
 use std::net::Ipv4Addr;
 use std::str::FromStr;
 
 use jiff::Timestamp;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio_postgres::Row;
 
 use super::{DbError, upgrade_token};
 use crate::token_rotation::UpgradeToken;
-use svc_base::clock::rfc3339_ms;
 use svc_http::tls::SpkiPin;
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{RestoreMode, ServerPower};
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::{self, FailureCause, State, Status};
+use svc_wire::machine::MachineKind;
 
 /// The columns that [`MachineRow::parse`] reads.
 pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, failure_cause, failure_stage, \
@@ -27,34 +27,6 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, discard_ordered_at, \
     removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at, \
     upgrade_token_generation, upgrade_token_rotated_at, upgrade_token_requested_at, previous_token_hash, previous_token_until";
-
-/// Whether a machine is a paying customer's or an operator's preview.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MachineKind {
-    Customer,
-    Preview,
-}
-
-impl MachineKind {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Customer => "customer",
-            Self::Preview => "preview",
-        }
-    }
-}
-
-impl FromStr for MachineKind {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "customer" => Ok(Self::Customer),
-            "preview" => Ok(Self::Preview),
-            _ => Err("must be customer or preview"),
-        }
-    }
-}
 
 /// Why a machine has failed, for people.
 #[derive(Debug, Clone)]
@@ -297,59 +269,5 @@ impl MachineRow {
     /// The server's name at the provider.
     pub fn server_name(&self) -> String {
         format!("svc-{}", self.id)
-    }
-
-    /// The machine record as the API shows it.
-    pub fn record(&self) -> Value {
-        let time = |at: Option<Timestamp>| at.map(rfc3339_ms);
-        let failure = self.failure.as_ref().map(|failure| {
-            json!({"cause": failure.cause.as_str(), "stage": failure.stage, "message": failure.message})
-        });
-        json!({
-            "machineId": self.id,
-            "idpUserId": self.user,
-            "slot": self.slot,
-            "handle": self.handle,
-            "kind": self.kind.as_str(),
-            "status": self.status,
-            "failure": failure,
-            "epoch": self.epoch,
-            "restoreMode": self.restore.as_str(),
-            "serverType": self.server_type,
-            "location": self.location,
-            "imageVersion": self.image_version,
-            "providerServerId": self.provider_server_id.map(|id| id.to_string()),
-            "publicIpv4": self.public_ipv4,
-            "httpsPort": self.https_port,
-            "tlsSpkiSha256": self.tls_pin.map(|pin| pin.to_string()),
-            "registeredAt": time(self.registered_at),
-            "heartbeatAt": time(self.heartbeat_at),
-            "health": self.health,
-            "lastBackup": self.last_backup,
-            "lastUpdate": self.last_update,
-            "checks": self.checks,
-            "boot": self.boot(),
-            "bootProgress": self.boot_progress,
-            "provenAt": time(self.proven_at),
-            "finalBackupAt": time(self.final_backup_at),
-            "unsavedSince": time(self.unsaved_since),
-            "poweredOffAt": time(self.powered_off_at),
-            "attention": self.attention,
-            "fallbackLocations": self.fallback_locations,
-            "upgradeToken": self.upgrade_token.record(),
-            "replacedBy": self.replaced_by,
-            "retiredAt": time(self.retired_at),
-            "deletedAt": time(self.deleted_at),
-            "createdAt": rfc3339_ms(self.created_at),
-            "updatedAt": rfc3339_ms(self.updated_at),
-        })
-    }
-
-    /// Progress of its first boot; `null` before the host's first report.
-    fn boot(&self) -> Value {
-        match self.boot_stages.as_array().and_then(|stages| stages.last()) {
-            None => Value::Null,
-            Some(last) => json!({"stage": last["stage"], "at": last["at"], "stages": self.boot_stages}),
-        }
     }
 }

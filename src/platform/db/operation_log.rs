@@ -5,11 +5,9 @@
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
-use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
-use svc_base::clock::rfc3339_ms;
 use svc_machine::id::OperationId;
 
 /// The outcome of a step that failed and runs again.
@@ -21,22 +19,36 @@ const MAX_RETRIES: i64 = 200;
 
 const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
 
-fn line(row: &Row) -> Value {
-    let (at, step, outcome): (Timestamp, &str, &str) = (row.get("at"), row.get("step"), row.get("outcome"));
-    let (seq, detail): (i64, Option<&str>) = (row.get("seq"), row.get("detail"));
-    let mut line =
-        json!({"seq": seq, "at": rfc3339_ms(at), "step": step, "outcome": outcome, "detail": detail});
-    if let Some(repeated_at) = row.get::<_, Option<Timestamp>>("repeated_at") {
-        line["repeats"] = json!(row.get::<_, i32>("repeats"));
-        line["repeatedAt"] = json!(rfc3339_ms(repeated_at));
+/// A line of the log.
+#[derive(Debug)]
+pub struct LogLineRow {
+    pub seq: i64,
+    pub at: Timestamp,
+    pub step: String,
+    pub outcome: String,
+    pub detail: Option<String>,
+    pub repeats: i32,
+    pub repeated_at: Option<Timestamp>,
+}
+
+impl LogLineRow {
+    fn parse(row: &Row) -> Self {
+        Self {
+            seq: row.get("seq"),
+            at: row.get("at"),
+            step: row.get("step"),
+            outcome: row.get("outcome"),
+            detail: row.get("detail"),
+            repeats: row.get("repeats"),
+            repeated_at: row.get("repeated_at"),
+        }
     }
-    line
 }
 
 /// The newest lines of an operation, oldest first.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct NewestLines {
-    pub lines: Vec<Value>,
+    pub lines: Vec<LogLineRow>,
     /// Number of older lines.
     pub omitted: i64,
 }
@@ -50,7 +62,7 @@ pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<Newe
     );
     let found = rows(client, &sql, &[&id.0, &MAX_SHOWN]).await?;
     let total: i64 = found.first().map_or(0, |row| row.get("total"));
-    let lines: Vec<Value> = found.iter().rev().map(line).collect();
+    let lines: Vec<LogLineRow> = found.iter().rev().map(LogLineRow::parse).collect();
     let omitted = total - i64::try_from(lines.len()).unwrap_or(total);
     Ok(NewestLines { lines, omitted })
 }

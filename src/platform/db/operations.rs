@@ -7,13 +7,12 @@ use std::time::Duration;
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio_postgres::Row;
 use uuid::Uuid;
 
 use super::operation_metrics;
 use super::{DbError, execute, row, rows};
-use svc_base::clock::rfc3339_ms;
 use svc_http::request_id;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::{OperationKind, OperationOptions};
@@ -68,24 +67,6 @@ impl OperationRow {
     /// Its name for people; the raw kind if a newer release filed it.
     pub fn noun(&self) -> &str {
         self.kind.parse().map_or(self.kind.as_str(), |kind: OperationKind| kind.noun())
-    }
-
-    pub fn record(&self, log: &[Value]) -> Value {
-        json!({
-            "operationId": self.id,
-            "machineId": self.machine,
-            "kind": self.kind,
-            "state": if self.question.is_some() && !self.has_ended() { "waiting" } else { &self.state },
-            "question": self.question.as_ref().filter(|_| !self.has_ended()),
-            "step": self.step,
-            "attempts": self.attempts,
-            "errorCode": self.error_code,
-            "createdAt": rfc3339_ms(self.created_at),
-            "updatedAt": rfc3339_ms(self.updated_at),
-            "endedAt": self.ended_at.map(rfc3339_ms),
-            "requestId": (!self.request_id.is_empty()).then_some(&self.request_id),
-            "log": log,
-        })
     }
 }
 

@@ -4,12 +4,10 @@ use std::time::Duration;
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
-use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
 use crate::operators::Scopes;
-use svc_base::clock::rfc3339_ms;
 use svc_machine::id::OperatorTokenId;
 use svc_machine::name::OperatorName;
 
@@ -122,30 +120,6 @@ impl OperatorRow {
             rotated_at: row.get(9),
             revoked_at: row.get(10),
             is_expired: row.get(11),
-        })
-    }
-
-    pub fn state(&self) -> &'static str {
-        match (self.revoked_at, self.is_expired) {
-            (Some(_), _) => "revoked",
-            (None, true) => "expired",
-            (None, false) => "active",
-        }
-    }
-
-    pub fn record(&self) -> Value {
-        json!({
-            "name": self.name,
-            "scopes": self.scopes,
-            "state": self.state(),
-            "expiresAt": rfc3339_ms(self.expires_at),
-            "lastUsedAt": self.last_used_at.map(rfc3339_ms),
-            "previousTokenExpiresAt": self.previous_expires_at.map(rfc3339_ms),
-            "previousTokenLastUsedAt": self.previous_used_at.map(rfc3339_ms),
-            "createdAt": rfc3339_ms(self.created_at),
-            "createdBy": self.created_by,
-            "rotatedAt": self.rotated_at.map(rfc3339_ms),
-            "revokedAt": self.revoked_at.map(rfc3339_ms),
         })
     }
 }

@@ -2,59 +2,18 @@
 //!
 //! The invariant: a machine's state changes only in a transaction that has locked its rollout's row.
 
-use std::collections::HashMap;
-use std::str::FromStr;
 use std::time::Duration;
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
-use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
-use crate::rollouts::totals;
-use svc_base::clock::rfc3339_ms;
+use crate::rollout_plan::Member;
 use svc_http::request_id;
 use svc_machine::id::{MachineId, RolloutId};
 use svc_machine::name::{Handle, ImageVersion};
-use svc_machine::rollout::{Member, MemberState};
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RolloutState {
-    Running,
-    Paused,
-    /// The platform stopped it: too many machines failed.
-    Stopped,
-    /// By an operator.
-    Aborted,
-    Succeeded,
-}
-
-impl RolloutState {
-    pub const ALL: [Self; 5] = [Self::Running, Self::Paused, Self::Stopped, Self::Aborted, Self::Succeeded];
-
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Running => "running",
-            Self::Paused => "paused",
-            Self::Stopped => "stopped",
-            Self::Aborted => "aborted",
-            Self::Succeeded => "succeeded",
-        }
-    }
-
-    pub fn has_ended(self) -> bool {
-        !matches!(self, Self::Running | Self::Paused)
-    }
-}
-
-impl FromStr for RolloutState {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or_else(|| text.to_owned())
-    }
-}
+use svc_wire::rollout::{MemberState, RolloutState};
 
 #[derive(Debug, Clone)]
 pub struct RolloutRow {
@@ -82,7 +41,7 @@ impl RolloutRow {
         Ok(Self {
             id: RolloutId(row.get("rollout_id")),
             image_version: version.parse().map_err(|_| unreadable(version.to_owned()))?,
-            state: state.parse().map_err(unreadable)?,
+            state: state.parse().map_err(|_| unreadable(state.to_owned()))?,
             why: row.get("why"),
             canary: row.get("canary"),
             batch_size: row.get("batch_size"),
@@ -245,7 +204,7 @@ pub async fn members(
 }
 
 fn member_state(text: &str) -> Result<MemberState, DbError> {
-    text.parse().map_err(|why| DbError::Unreadable { what: "machine of a rollout", why })
+    text.parse().map_err(|_| DbError::Unreadable { what: "machine of a rollout", why: text.to_owned() })
 }
 
 /// # Errors
@@ -327,77 +286,70 @@ pub async fn desired_release(
     Ok(found.map(|row| DesiredRelease { image_version: row.get(0), request_id: row.get(1) }))
 }
 
-/// The newest rollouts, newest first, as the API lists them, without their machines.
+/// The newest rollouts, newest first.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn newest(client: &impl GenericClient, limit: i64) -> Result<Vec<Value>, DbError> {
+pub async fn newest(client: &impl GenericClient, limit: i64) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts ORDER BY created_at DESC, rollout_id DESC LIMIT $1");
-    let found: Vec<RolloutRow> =
-        rows(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect::<Result<_, _>>()?;
-    summaries(client, &found).await
+    rows(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Rollouts as the API lists them.
+/// Number of machines of these rollouts by rollout and state.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn summaries(client: &impl GenericClient, of: &[RolloutRow]) -> Result<Vec<Value>, DbError> {
-    let ids: Vec<uuid::Uuid> = of.iter().map(|rollout| rollout.id.0).collect();
+pub async fn count_machines(
+    client: &impl GenericClient,
+    rollouts: &[RolloutRow],
+) -> Result<Vec<(RolloutId, MemberState, u64)>, DbError> {
+    let ids: Vec<uuid::Uuid> = rollouts.iter().map(|rollout| rollout.id.0).collect();
     let sql =
         "SELECT rollout_id, state, count(*) FROM rollout_machines WHERE rollout_id = ANY ($1) GROUP BY 1, 2";
-    let mut counts: HashMap<uuid::Uuid, Vec<(MemberState, u64)>> = HashMap::new();
-    for row in rows(client, sql, &[&ids]).await? {
-        let count = row.get::<_, i64>(2).unsigned_abs();
-        counts.entry(row.get(0)).or_default().push((member_state(row.get(1))?, count));
-    }
-    let one = |rollout: &RolloutRow| summary(rollout, counts.remove(&rollout.id.0).unwrap_or_default());
-    Ok(of.iter().map(one).collect())
+    let found = rows(client, sql, &[&ids]).await?;
+    let count = |row: &Row| {
+        Ok((RolloutId(row.get(0)), member_state(row.get(1))?, row.get::<_, i64>(2).unsigned_abs()))
+    };
+    found.iter().map(count).collect()
 }
 
-/// The rollout as the API shows it, with its machines.
+/// A machine of a rollout.
+pub struct RolloutMachineRow {
+    pub machine: MachineId,
+    pub handle: String,
+    pub slot: String,
+    pub batch: i32,
+    pub state: MemberState,
+    pub error: Option<String>,
+    pub asked_at: Option<Timestamp>,
+    pub ended_at: Option<Timestamp>,
+    pub image_version: String,
+}
+
+/// The machines of a rollout, in the order of its batches.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn record(client: &impl GenericClient, rollout: &RolloutRow) -> Result<Value, DbError> {
+pub async fn machines(
+    client: &impl GenericClient,
+    rollout: RolloutId,
+) -> Result<Vec<RolloutMachineRow>, DbError> {
     let sql = "SELECT r.machine_id, m.handle, m.slot, r.batch, r.state, r.error, r.asked_at, r.ended_at, m.image_version \
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
-    let found = rows(client, sql, &[&rollout.id.0]).await?;
-    let states: Vec<_> =
-        found.iter().map(|row| Ok((member_state(row.get(4))?, 1))).collect::<Result<_, DbError>>()?;
-    let machines: Vec<Value> = found
-        .iter()
-        .map(|row| {
-            json!({
-                "machineId": MachineId(row.get(0)), "handle": row.get::<_, &str>(1), "slot": row.get::<_, &str>(2),
-                "batch": row.get::<_, i32>(3), "state": row.get::<_, &str>(4), "error": row.get::<_, Option<&str>>(5),
-                "askedAt": time(row.get(6)), "endedAt": time(row.get(7)), "imageVersion": row.get::<_, &str>(8),
-            })
+    let found = rows(client, sql, &[&rollout.0]).await?;
+    let read = |row: &Row| {
+        Ok(RolloutMachineRow {
+            machine: MachineId(row.get(0)),
+            handle: row.get(1),
+            slot: row.get(2),
+            batch: row.get(3),
+            state: member_state(row.get(4))?,
+            error: row.get(5),
+            asked_at: row.get(6),
+            ended_at: row.get(7),
+            image_version: row.get(8),
         })
-        .collect();
-    let mut record = summary(rollout, states);
-    record["machines"] = machines.into();
-    Ok(record)
-}
-
-fn time(at: Option<Timestamp>) -> Option<String> {
-    at.map(rfc3339_ms)
-}
-
-fn summary(rollout: &RolloutRow, states: Vec<(MemberState, u64)>) -> Value {
-    json!({
-        "rolloutId": rollout.id,
-        "imageVersion": rollout.image_version,
-        "state": rollout.state.as_str(),
-        "why": rollout.why,
-        "canary": rollout.canary,
-        "batchSize": rollout.batch_size,
-        "maxFailures": rollout.max_failures,
-        "totals": totals(states),
-        "createdAt": rfc3339_ms(rollout.created_at),
-        "updatedAt": rfc3339_ms(rollout.updated_at),
-        "endedAt": time(rollout.ended_at),
-        "requestId": rollout.request_id,
-    })
+    };
+    found.iter().map(read).collect()
 }

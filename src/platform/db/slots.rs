@@ -1,55 +1,26 @@
 //! Subscriptions of slots, and owners of handles.
 
 use std::collections::HashMap;
-use std::str::FromStr;
 
 use deadpool_postgres::GenericClient;
 use jiff::{SignedDuration, Timestamp};
-use serde_json::{Value, json};
 use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
-use svc_base::clock::rfc3339_ms;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use svc_machine::plan::Plan;
+use svc_wire::slot::SubscriptionStatus;
 
 /// Grace period of a subscription after the end of its period.
 const SUBSCRIPTION_GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Subscription {
-    Active,
-    Inactive,
-}
-
-impl Subscription {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Active => "active",
-            Self::Inactive => "inactive",
-        }
-    }
-}
-
-impl FromStr for Subscription {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "active" => Ok(Self::Active),
-            "inactive" => Ok(Self::Inactive),
-            _ => Err("must be active or inactive"),
-        }
-    }
-}
 
 #[derive(Debug, Clone)]
 pub struct SlotRow {
     pub user: IdpUserId,
     pub slot: Slot,
     pub plan: Plan,
-    pub status: Subscription,
+    pub status: SubscriptionStatus,
     pub current_period_end: Option<Timestamp>,
 }
 
@@ -57,17 +28,7 @@ impl SlotRow {
     /// Whether the slot may be provisioned at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
         let lasts = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
-        self.status == Subscription::Active && self.current_period_end.is_none_or(lasts)
-    }
-
-    pub fn record(&self) -> Value {
-        json!({
-            "idpUserId": self.user,
-            "slot": self.slot,
-            "plan": self.plan,
-            "status": self.status.as_str(),
-            "currentPeriodEnd": self.current_period_end.map(rfc3339_ms),
-        })
+        self.status == SubscriptionStatus::Active && self.current_period_end.is_none_or(lasts)
     }
 
     fn parse(row: &Row) -> Result<Self, DbError> {
@@ -77,7 +38,7 @@ impl SlotRow {
             user: text("idp_user_id").parse().map_err(|e| unreadable("idp_user_id", format!("{e}")))?,
             slot: text("slot").parse().map_err(|e| unreadable("slot", format!("{e}")))?,
             plan: text("plan").parse().map_err(|e| unreadable("plan", e))?,
-            status: text("status").parse().map_err(|e: &str| unreadable("status", e.to_owned()))?,
+            status: text("status").parse().map_err(|e| unreadable("status", format!("{e}")))?,
             current_period_end: row.get("current_period_end"),
         })
     }
@@ -221,9 +182,9 @@ mod tests {
             status,
             current_period_end: end.map(|end| end.parse().unwrap()),
         };
-        assert!(slot(Subscription::Active, None).is_entitled(now));
-        assert!(slot(Subscription::Active, Some("2026-01-07T00:00:00Z")).is_entitled(now));
-        assert!(!slot(Subscription::Active, Some("2026-01-06T23:59:59Z")).is_entitled(now));
-        assert!(!slot(Subscription::Inactive, Some("2027-01-01T00:00:00Z")).is_entitled(now));
+        assert!(slot(SubscriptionStatus::Active, None).is_entitled(now));
+        assert!(slot(SubscriptionStatus::Active, Some("2026-01-07T00:00:00Z")).is_entitled(now));
+        assert!(!slot(SubscriptionStatus::Active, Some("2026-01-06T23:59:59Z")).is_entitled(now));
+        assert!(!slot(SubscriptionStatus::Inactive, Some("2027-01-01T00:00:00Z")).is_entitled(now));
     }
 }

@@ -1,4 +1,4 @@
-//! Rollouts of a release over many machines: [`svc_machine::rollout`] decides the next effects, one transaction writes them, and only
+//! Rollouts of a release over many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes them, and only
 //! then are hosts notified.
 //!
 //! Any process may take the next step of a rollout, one at a time. One notification per host is enough, since its
@@ -12,15 +12,16 @@ use futures_util::StreamExt;
 use serde_json::json;
 
 use super::context::Platform;
-use super::db::rollouts::{self, RolloutRow, RolloutState, UpdateTimeouts};
+use super::db::rollouts::{self, RolloutRow, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::host_call;
+use crate::rollout_plan::{self, Effect, RolloutPace};
 use svc_base::failpoint;
 use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 use svc_http::problem::chain;
 use svc_http::request_id;
 use svc_machine::id::MachineId;
-use svc_machine::rollout::{self, Effect, MemberState, RolloutPace};
+use svc_wire::rollout::{MemberState, RolloutState};
 
 /// Fail points of a step.
 pub const POINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
@@ -67,7 +68,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
     let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
-    let effects = rollout::next(pace, max_failures, &members);
+    let effects = rollout_plan::next(pace, max_failures, &members);
     let has_effects = !effects.is_empty();
     if has_effects {
         failpoint::pass("rollouts.decided")?;
@@ -149,14 +150,4 @@ async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<M
         }
     });
     futures_util::stream::iter(calls).buffer_unordered(MAX_CONCURRENT_CALLS).collect::<Vec<()>>().await;
-}
-
-/// Number of machines of a rollout by state.
-pub fn totals(states: impl IntoIterator<Item = (MemberState, u64)>) -> serde_json::Value {
-    let mut totals = json!({"waiting": 0, "asked": 0, "updated": 0, "failed": 0, "skipped": 0});
-    for (state, machines) in states {
-        let now = totals[state.as_str()].as_u64().unwrap_or(0);
-        totals[state.as_str()] = (now + machines).into();
-    }
-    totals
 }

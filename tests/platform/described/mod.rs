@@ -9,7 +9,7 @@ use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
 use svc::platform::api::{ENDPOINTS, description};
-use svc::platform::operators::Scope;
+use svc::wire::operator::Scope;
 
 use super::deploy;
 use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};

@@ -5,39 +5,8 @@
 //! canary failed or the maximum of failures is reached; and a machine whose update was requested ends by its host's
 //! report, its own end, or a timeout.
 
-use crate::id::MachineId;
-
-/// State of a machine in a rollout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MemberState {
-    Waiting,
-    Requested,
-    Updated,
-    Failed,
-    Skipped,
-}
-
-impl MemberState {
-    pub const ALL: [Self; 5] = [Self::Waiting, Self::Requested, Self::Updated, Self::Failed, Self::Skipped];
-
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Waiting => "waiting",
-            Self::Requested => "asked",
-            Self::Updated => "updated",
-            Self::Failed => "failed",
-            Self::Skipped => "skipped",
-        }
-    }
-}
-
-impl std::str::FromStr for MemberState {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or_else(|| text.to_owned())
-    }
-}
+use svc_machine::id::MachineId;
+use svc_wire::rollout::MemberState;
 
 /// Current state of a machine in a rollout.
 #[derive(Debug, Clone, PartialEq, Eq)]

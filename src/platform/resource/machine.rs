@@ -1,0 +1,84 @@
+//! Machines.
+
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::db::machine_row::MachineRow;
+use crate::token_rotation::UpgradeToken;
+use svc_wire::machine::{self as wire, Boot, BootStage, Failure, Machine};
+
+impl MachineRow {
+    /// The machine as the audit records it.
+    pub fn record(&self) -> Value {
+        json!(Machine::from(self))
+    }
+}
+
+impl From<&MachineRow> for Machine {
+    fn from(row: &MachineRow) -> Self {
+        let failure = row.failure.as_ref().map(|failure| Failure {
+            cause: failure.cause.into(),
+            stage: failure.stage.clone(),
+            message: failure.message.clone(),
+        });
+        Self {
+            machine_id: row.id.into(),
+            idp_user_id: (&row.user).into(),
+            slot: (&row.slot).into(),
+            handle: (&row.handle).into(),
+            kind: row.kind.into(),
+            status: row.status.into(),
+            failure,
+            epoch: row.epoch.0.into(),
+            restore_mode: row.restore.into(),
+            server_type: (&row.server_type).into(),
+            location: (&row.location).into(),
+            image_version: (&row.image_version).into(),
+            provider_server_id: row.provider_server_id.map(|id| id.to_string()),
+            public_ipv4: row.public_ipv4,
+            https_port: row.https_port.into(),
+            tls_spki_sha256: row.tls_pin.map(|pin| pin.to_string()),
+            registered_at: row.registered_at.map(Into::into),
+            heartbeat_at: row.heartbeat_at.map(Into::into),
+            health: reported(row.health.as_ref()),
+            last_backup: reported(row.last_backup.as_ref()),
+            last_update: reported(row.last_update.as_ref()),
+            checks: reported(row.checks.as_ref()),
+            boot: boot(&row.boot_stages),
+            boot_progress: reported(row.boot_progress.as_ref()),
+            proven_at: row.proven_at.map(Into::into),
+            final_backup_at: row.final_backup_at.map(Into::into),
+            unsaved_since: row.unsaved_since.map(Into::into),
+            powered_off_at: row.powered_off_at.map(Into::into),
+            attention: reported(Some(&row.attention)).unwrap_or_default(),
+            fallback_locations: row.fallback_locations.iter().map(Into::into).collect(),
+            upgrade_token: Some((&row.upgrade_token).into()),
+            replaced_by: row.replaced_by.map(Into::into),
+            retired_at: row.retired_at.map(Into::into),
+            deleted_at: row.deleted_at.map(Into::into),
+            created_at: row.created_at.into(),
+            updated_at: row.updated_at.into(),
+        }
+    }
+}
+
+impl From<&UpgradeToken> for wire::UpgradeToken {
+    fn from(token: &UpgradeToken) -> Self {
+        Self {
+            generation: token.generation.0.into(),
+            rotated_at: token.rotated_at.into(),
+            requested_at: token.requested_at.map(Into::into),
+        }
+    }
+}
+
+/// What a host has reported. `None` also for a stored report that this release cannot read.
+fn reported<T: DeserializeOwned>(stored: Option<&Value>) -> Option<T> {
+    stored.and_then(|stored| T::deserialize(stored).ok())
+}
+
+fn boot(stages: &Value) -> Option<Boot> {
+    let stages: Vec<BootStage> = reported(Some(stages))?;
+    let last = stages.last()?;
+    Some(Boot { stage: last.stage.clone(), at: last.at.clone(), stages })
+}

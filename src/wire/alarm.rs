@@ -1,0 +1,29 @@
+//! Alarms about the whole fleet or the provider.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::text::Time;
+
+/// An active alarm.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Alarm {
+    pub alarm: String,
+    pub since: Time,
+    pub seen_at: Time,
+    /// Its figures and cases.
+    #[schemars(schema_with = "any_object")]
+    pub detail: BTreeMap<String, Value>,
+    /// Until when an operator has released what it holds back.
+    pub released_until: Option<Time>,
+    /// What an operator should do.
+    pub next: String,
+}
+
+fn any_object(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({ "type": "object" })
+}

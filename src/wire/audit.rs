@@ -1,0 +1,34 @@
+//! The audit of operators' changes.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::text::{Text, Time};
+use svc_machine::id::AuditId;
+
+/// A change, or a read of an owner's data.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct AuditEntry {
+    pub audit_id: Text<AuditId>,
+    pub at: Time,
+    pub actor: String,
+    pub action: String,
+    pub target: String,
+    /// The resource before the change.
+    pub before: Option<Value>,
+    /// The resource after the change.
+    pub after: Option<Value>,
+    pub request_id: String,
+}
+
+/// A page of the audit, newest first.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct AuditPage {
+    pub entries: Vec<AuditEntry>,
+    pub next_cursor: Option<String>,
+}

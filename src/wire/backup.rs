@@ -1,0 +1,42 @@
+//! Snapshots of a slot.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, Time};
+use svc_machine::id::MachineId;
+
+/// A verified snapshot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Backup {
+    pub key: String,
+    pub size_bytes: u64,
+    pub sha256: String,
+    pub taken_at: Time,
+    pub verified_at: Time,
+    pub epoch: u64,
+    pub machine_id: Text<MachineId>,
+    /// Whether the pointer names it.
+    #[serde(default)]
+    pub latest: bool,
+}
+
+impl Backup {
+    /// The last part of its key.
+    pub fn name(&self) -> &str {
+        self.key.rsplit('/').next().unwrap_or_default()
+    }
+}
+
+/// A page of snapshots, newest first.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct BackupPage {
+    /// The key of the snapshot that the pointer names.
+    pub latest: Option<String>,
+    pub backups: Vec<Backup>,
+    pub next_cursor: Option<String>,
+}

@@ -1,0 +1,139 @@
+//! Responses to requests that change a machine: the machine, and the operation that carries out the change.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::copies::{NewerSnapshot, SnapshotSource};
+use crate::machine::MachineKind;
+use crate::text::{Text, Time, words};
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{Handle, IdpUserId, ServerType, Slot};
+use svc_machine::state::Status;
+
+words!(
+    /// A command to a machine's server.
+    PowerAction { On = "on", Off = "off", Reboot = "reboot" }
+);
+
+/// The machine of a slot, which is being created unless the slot had one.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct ProvisionedMachine {
+    pub machine_id: Text<MachineId>,
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+    pub handle: Text<Handle>,
+    pub kind: Text<MachineKind>,
+    pub status: Text<Status>,
+    pub epoch: u64,
+    pub operation_id: Option<Text<OperationId>>,
+}
+
+/// The machine that replaces another one.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct RecoveredMachine {
+    pub old_machine_id: Text<MachineId>,
+    pub machine_id: Text<MachineId>,
+    pub slot: Text<Slot>,
+    pub kind: Text<MachineKind>,
+    pub status: Text<Status>,
+    pub epoch: u64,
+    pub operation_id: Text<OperationId>,
+    /// A stored snapshot that is newer than the one to restore. Only in the response to the request that started the
+    /// recovery.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "NewerSnapshot")]
+    pub newer_snapshot: Option<NewerSnapshot>,
+}
+
+/// A deleted machine, and what is left of its slot's data.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct DeletedMachine {
+    pub machine_id: Text<MachineId>,
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+    pub handle: Text<Handle>,
+    pub kind: Text<MachineKind>,
+    pub status: Text<Status>,
+    pub registered_at: Option<Time>,
+    pub deleted_at: Option<Time>,
+    pub newest_snapshot_at: Option<Time>,
+    pub newest_snapshot_source: Option<Text<SnapshotSource>>,
+    /// The reason why the store's newest snapshot is unknown or cannot be restored.
+    pub snapshot_problem: Option<String>,
+    /// `null` if its server is not kept.
+    pub undeletable_until: Option<Time>,
+    pub operation_id: Option<Text<OperationId>>,
+    /// The machine that it was to replace, which was deleted with it.
+    pub also_deleted: Option<AlsoDeleted>,
+}
+
+/// A machine that was deleted together with the one that was to replace it.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct AlsoDeleted {
+    pub machine_id: Text<MachineId>,
+    pub operation_id: Text<OperationId>,
+    pub undeletable_until: Option<Time>,
+}
+
+/// A machine that has its slot back.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct UndeletedMachine {
+    pub machine_id: Text<MachineId>,
+    pub kind: Text<MachineKind>,
+    pub status: Text<Status>,
+    pub epoch: u64,
+    pub operation_id: Text<OperationId>,
+    /// Whether an earlier request had undone the deletion.
+    pub already_undone: bool,
+}
+
+/// A command to a machine's server.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct PowerChange {
+    pub machine_id: Text<MachineId>,
+    pub action: Text<PowerAction>,
+    pub status: Text<Status>,
+    /// `null` if the server is off already.
+    pub operation_id: Option<Text<OperationId>>,
+}
+
+/// A machine's change to another server type.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Resize {
+    pub machine_id: Text<MachineId>,
+    pub server_type: Text<ServerType>,
+    pub status: Text<Status>,
+    /// `null` if the machine has this type already.
+    pub operation_id: Option<Text<OperationId>>,
+}
+
+/// A request that the platform has sent to a machine's host.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct HostRequest {
+    pub machine_id: Text<MachineId>,
+    /// By the host's clock, unless its release reports none.
+    pub requested_at: Time,
+}
+
+/// The number of machines that got a request to rotate their tokens.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct TokenRotations {
+    pub requested: u64,
+}

@@ -1,0 +1,103 @@
+//! The copies of a slot's data.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, Time, words};
+use svc_machine::id::{MachineId, OperationId};
+
+words!(
+    /// How the platform knows of a snapshot.
+    SnapshotSource {
+        /// The store's pointer names it.
+        Store = "store",
+        /// A host reported it, and the store could not be read.
+        Reported = "reported",
+    }
+);
+words!(
+    /// Why a machine whose server is kept left its slot.
+    KeptReason { Replaced = "replaced", Deleted = "deleted" }
+);
+
+/// The copies of a slot's data, and what a loss of the live server would cost.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Copies {
+    pub live: Option<LiveServer>,
+    #[serde(default)]
+    pub kept: Vec<KeptServer>,
+    pub newest_snapshot_at: Option<Time>,
+    pub newest_snapshot: Option<NewestSnapshot>,
+    /// The reason why the store's newest snapshot is unknown or cannot be restored.
+    pub snapshot_problem: Option<String>,
+    /// Seconds of changes that a loss of the live server would cost.
+    pub exposed_seconds: Option<u64>,
+    /// A complete snapshot that is newer than the one that the pointer names.
+    pub newer_snapshot: Option<NewerSnapshot>,
+    /// A snapshot of the previous machine that is newer than the one that was restored.
+    pub unrestored_snapshot: Option<UnrestoredSnapshot>,
+}
+
+/// The server of the machine that serves the slot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct LiveServer {
+    pub machine_id: Text<MachineId>,
+    pub provider_server_id: Option<String>,
+    /// When it was first missing at the provider.
+    pub missing_since: Option<Time>,
+}
+
+/// The server of a machine that left the slot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct KeptServer {
+    pub machine_id: Text<MachineId>,
+    pub provider_server_id: Option<String>,
+    pub reason: Text<KeptReason>,
+    /// `null` until a successor serves, or until an operator decides.
+    pub until: Option<Time>,
+    /// The running operation that deletes it.
+    pub deleted_by: Option<Text<OperationId>>,
+    /// Changes since then exist only on this server.
+    pub unsaved_since: Option<Time>,
+    /// When it was first missing at the provider.
+    pub missing_since: Option<Time>,
+    /// When an operator abandoned its removal.
+    pub removal_abandoned_at: Option<Time>,
+}
+
+/// The newest snapshot of the slot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct NewestSnapshot {
+    pub taken_at: Time,
+    pub machine_id: Text<MachineId>,
+    /// `null` if a host reported it.
+    pub key: Option<String>,
+    pub source: Text<SnapshotSource>,
+}
+
+/// A complete snapshot that the pointer does not name.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct NewerSnapshot {
+    pub taken_at: Time,
+    pub machine_id: Text<MachineId>,
+    pub key: String,
+}
+
+/// A snapshot that an operator chose not to restore.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct UnrestoredSnapshot {
+    pub key: String,
+    pub taken_at: Option<Time>,
+}

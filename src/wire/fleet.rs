@@ -1,0 +1,137 @@
+//! The summary of all active machines.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::alarm::Alarm;
+use crate::rollout::RolloutSummary;
+use crate::text::{Text, Time, words};
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{Handle, IdpUserId, Slot};
+use svc_machine::state::Status;
+
+words!(
+    /// How a machine left its slot.
+    Ended { Deleted = "deleted", Replaced = "replaced" }
+);
+
+/// The fleet: totals, the machines that need attention, overdue operations, alarms, and the running rollout.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Fleet {
+    pub totals: Totals,
+    pub backups: BackupAges,
+    /// The first of the machines that need attention.
+    pub attention: Vec<MachineInNeed>,
+    /// The number of all of them.
+    #[serde(default)]
+    pub attention_total: u64,
+    /// Older platforms omit it.
+    #[serde(default)]
+    #[schemars(with = "BundleKeys")]
+    pub bundle_keys: Option<BundleKeys>,
+    /// The open rollout.
+    pub rollout: Option<RolloutSummary>,
+    /// The first of the operations that run for too long.
+    #[serde(default)]
+    pub overdue_operations: Vec<OverdueOperation>,
+    /// The number of all of them.
+    #[serde(default)]
+    pub overdue_operations_total: u64,
+    #[serde(default)]
+    pub alarms: Vec<Alarm>,
+    pub as_of: Time,
+}
+
+/// Number of machines.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Totals {
+    pub machines: u64,
+    pub by_status: BTreeMap<String, u64>,
+    pub by_image_version: BTreeMap<String, u64>,
+    pub by_health: BTreeMap<String, u64>,
+}
+
+/// Age of the newest backups of the machines that hold data.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct BackupAges {
+    pub max_age_seconds: Option<u64>,
+    pub p50_age_seconds: Option<u64>,
+    /// Number of machines without a backup.
+    pub never: u64,
+}
+
+/// A machine that needs attention.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct MachineInNeed {
+    pub machine_id: Text<MachineId>,
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+    pub handle: Text<Handle>,
+    pub status: Text<Status>,
+    /// Most severe first.
+    pub reasons: Vec<String>,
+    /// How it left its slot, if it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Text<Ended>")]
+    pub ended: Option<Text<Ended>>,
+    /// The operation that waits for a decision.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub operation_id: Option<Text<OperationId>>,
+}
+
+/// An operation that runs for too long.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct OverdueOperation {
+    pub operation_id: Text<OperationId>,
+    pub machine_id: Text<MachineId>,
+    pub handle: Text<Handle>,
+    pub kind: String,
+    pub step: String,
+    pub attempts: u64,
+    pub error_code: Option<String>,
+    pub age_seconds: u64,
+}
+
+/// The release keys that hosts trust. Lists of handles are bounded; the numbers are not.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct BundleKeys {
+    pub keys: Vec<BundleKey>,
+    pub not_reporting: u64,
+    pub not_reporting_handles: Vec<Text<Handle>>,
+    /// `BUNDLE_KEYS_SEQUENCE`. Older platforms omit it, as the rest.
+    #[serde(default)]
+    pub sequence: u64,
+    pub highest_sequence: Option<u64>,
+    /// Number of hosts whose key set has a higher number.
+    #[serde(default)]
+    pub ahead: u64,
+    #[serde(default)]
+    pub ahead_handles: Vec<Text<Handle>>,
+}
+
+/// A release key, and the hosts that trust it.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct BundleKey {
+    pub key_id: String,
+    pub is_configured: bool,
+    pub trusting: u64,
+    pub trusting_handles: Vec<Text<Handle>>,
+    pub not_trusting: u64,
+    pub not_trusting_handles: Vec<Text<Handle>>,
+}

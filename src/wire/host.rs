@@ -1,0 +1,96 @@
+//! What a host reports in its heartbeats.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, Time, words};
+use svc_machine::name::ImageVersion;
+
+words!(
+    /// The status of a component.
+    ComponentStatus { Ok = "ok", Failing = "failing" }
+);
+words!(
+    /// The outcome of a backup or of a check.
+    Outcome { Success = "success", Error = "error" }
+);
+words!(
+    /// The outcome of an update.
+    UpdateOutcome { Updated = "updated", RolledBack = "rolled_back", Refused = "refused", Failed = "failed" }
+);
+
+/// The last backup.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct LastBackup {
+    pub status: Text<Outcome>,
+    /// By the host's clock.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub began_at: Option<Time>,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub taken_at: Option<Time>,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// The last update.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct LastUpdate {
+    pub version: Text<ImageVersion>,
+    pub outcome: Text<UpdateOutcome>,
+    #[schemars(schema_with = "any_text")]
+    pub stage: String,
+    pub at: Time,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// The last checks of snapshots, by kind.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct SnapshotChecks {
+    /// Stored snapshots were read in full.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verify: Option<SnapshotCheck>,
+    /// The latest snapshot was restored on trial.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drill: Option<SnapshotCheck>,
+}
+
+/// A check of snapshots.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct SnapshotCheck {
+    pub status: Text<Outcome>,
+    pub at: Time,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+    /// The keys of damaged snapshots.
+    #[serde(default)]
+    #[schemars(skip_serializing_if = "Vec::is_empty", schema_with = "damaged_keys")]
+    pub damaged: Vec<String>,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Maximum number of damaged snapshots in a report.
+pub const MAX_DAMAGED_KEYS: usize = 20;
+
+/// Text without NUL, which databases cannot store.
+fn any_text(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({ "type": "string", "pattern": "^[^\\u0000]*$" })
+}
+
+fn damaged_keys(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({
+        "type": ["array", "null"],
+        "items": { "type": "string", "pattern": "^[^\\u0000]*$" },
+        "maxItems": MAX_DAMAGED_KEYS,
+    })
+}

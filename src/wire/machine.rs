@@ -1,0 +1,227 @@
+//! Machines, with what their hosts report.
+
+use std::net::Ipv4Addr;
+use std::ops::Deref;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::copies::Copies;
+use crate::host::{ComponentStatus, LastBackup, LastUpdate, SnapshotChecks};
+use crate::operation::Operation;
+use crate::text::{Text, Time, words};
+use svc_machine::event::RestoreMode;
+use svc_machine::id::{MachineId, OperationId};
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::state::{FailureCause, Status};
+
+words!(
+    /// Whether a machine is a paying customer's or an operator's preview.
+    MachineKind { Customer = "customer", Preview = "preview" }
+);
+
+/// A machine, which may have left its slot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Machine {
+    pub machine_id: Text<MachineId>,
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+    pub handle: Text<Handle>,
+    pub kind: Text<MachineKind>,
+    pub status: Text<Status>,
+    /// Why it has failed.
+    pub failure: Option<Failure>,
+    pub epoch: u64,
+    pub restore_mode: Text<RestoreMode>,
+    pub server_type: Text<ServerType>,
+    pub location: Text<Location>,
+    pub image_version: Text<ImageVersion>,
+    pub provider_server_id: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub public_ipv4: Option<Ipv4Addr>,
+    pub https_port: u64,
+    /// SHA-256 of its host's public key, in hexadecimal digits.
+    pub tls_spki_sha256: Option<String>,
+    pub registered_at: Option<Time>,
+    pub heartbeat_at: Option<Time>,
+    pub health: Option<Health>,
+    pub last_backup: Option<LastBackup>,
+    pub last_update: Option<LastUpdate>,
+    /// The last checks of its snapshots.
+    pub checks: Option<SnapshotChecks>,
+    /// Progress of its first boot; `null` before the host's first report.
+    pub boot: Option<Boot>,
+    pub boot_progress: Option<BootProgress>,
+    /// The first healthy heartbeat after its registration.
+    pub proven_at: Option<Time>,
+    /// When its last snapshot was taken, after its writers had stopped.
+    pub final_backup_at: Option<Time>,
+    /// Changes since then exist only on its server.
+    pub unsaved_since: Option<Time>,
+    /// When an operator powered off its server.
+    pub powered_off_at: Option<Time>,
+    /// The problems that its host last reported.
+    #[serde(default)]
+    pub attention: Vec<Attention>,
+    /// Tried in this order when the provider has no capacity in `location`.
+    #[serde(default)]
+    pub fallback_locations: Vec<Text<Location>>,
+    /// Older platforms omit it.
+    #[serde(default)]
+    #[schemars(with = "UpgradeToken")]
+    pub upgrade_token: Option<UpgradeToken>,
+    pub replaced_by: Option<Text<MachineId>>,
+    pub retired_at: Option<Time>,
+    pub deleted_at: Option<Time>,
+    pub created_at: Time,
+    pub updated_at: Time,
+}
+
+/// A machine with its operations, newest first, and the copies of its slot's data.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct MachineDetail {
+    #[serde(flatten)]
+    pub machine: Machine,
+    #[serde(default)]
+    pub operations: Vec<Operation>,
+    #[serde(default)]
+    #[schemars(with = "Copies")]
+    pub copies: Option<Copies>,
+}
+
+impl Deref for MachineDetail {
+    type Target = Machine;
+
+    fn deref(&self) -> &Machine {
+        &self.machine
+    }
+}
+
+/// A page of machines, newest first.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct MachinePage {
+    pub machines: Vec<Machine>,
+    pub next_cursor: Option<String>,
+}
+
+/// A machine whose server is being discarded, and the operation that deletes it.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct DiscardedMachine {
+    #[serde(flatten)]
+    pub machine: Machine,
+    /// `null` until the platform has filed it.
+    pub operation_id: Option<Text<OperationId>>,
+    /// Whether an earlier request had ordered it.
+    #[serde(default)]
+    pub already_ordered: bool,
+}
+
+/// Why a machine has failed.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Failure {
+    pub cause: Text<FailureCause>,
+    /// The stage of its boot.
+    pub stage: Option<String>,
+    pub message: Option<String>,
+}
+
+/// A machine's health, as its host last reported it.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Health {
+    pub gateway: Text<ComponentStatus>,
+    pub database: Text<ComponentStatus>,
+    #[schemars(with = "Disk")]
+    pub disk: Option<Disk>,
+}
+
+/// The disk of a host.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Disk {
+    pub total_bytes: u64,
+    pub free_bytes: u64,
+}
+
+/// A host's first boot: its current stage, and all stages, oldest first.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct Boot {
+    pub stage: String,
+    pub at: Time,
+    #[serde(default)]
+    pub stages: Vec<BootStage>,
+}
+
+/// The start of a stage of the first boot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct BootStage {
+    pub stage: String,
+    pub at: Time,
+}
+
+/// Progress of a stage: downloaded bytes and loaded rows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct BootProgress {
+    pub stage: String,
+    pub bytes: Option<u64>,
+    pub total_bytes: Option<u64>,
+    pub rows: Option<u64>,
+    pub total_rows: Option<u64>,
+}
+
+/// A problem that a host reports for a person.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct Attention {
+    pub code: String,
+    pub detail: String,
+}
+
+/// The token with which a machine's host authenticates to the platform.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct UpgradeToken {
+    pub generation: u64,
+    pub rotated_at: Time,
+    /// When an operator requested a rotation that is pending.
+    pub requested_at: Option<Time>,
+}
+
+impl Machine {
+    /// The status, or `deleted` or `replaced` after it has left its slot.
+    pub fn state_word(&self) -> &str {
+        if self.deleted_at.is_some() {
+            "deleted"
+        } else if self.replaced_by.is_some() {
+            "replaced"
+        } else {
+            &self.status
+        }
+    }
+
+    /// Whether it holds its slot.
+    pub fn is_active(&self) -> bool {
+        self.deleted_at.is_none() && self.replaced_by.is_none()
+    }
+
+    /// When it left its slot.
+    pub fn left_at(&self) -> Option<&Time> {
+        self.retired_at.as_ref().or(self.deleted_at.as_ref())
+    }
+}

@@ -1,0 +1,97 @@
+//! Operations on machines, with the log of their steps.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, Time, words};
+use svc_machine::id::{MachineId, OperationId};
+
+words!(
+    /// The state of an operation.
+    OperationState {
+        Running = "running",
+        /// It waits for an operator's answer to its question.
+        Waiting = "waiting",
+        Succeeded = "succeeded",
+        Failed = "failed",
+        Cancelled = "cancelled",
+    }
+);
+
+/// An operation with the log of its steps.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Operation {
+    pub operation_id: Text<OperationId>,
+    pub machine_id: Text<MachineId>,
+    pub kind: String,
+    pub state: Text<OperationState>,
+    /// The question that an operator must answer, while it waits.
+    pub question: Option<Question>,
+    pub step: String,
+    /// Failed attempts of the current step.
+    pub attempts: u64,
+    pub error_code: Option<String>,
+    pub created_at: Time,
+    pub updated_at: Time,
+    pub ended_at: Option<Time>,
+    /// The request that filed it.
+    pub request_id: Option<String>,
+    /// Its newest lines, oldest first.
+    #[serde(default)]
+    pub log: Vec<LogLine>,
+    /// The number of older log lines that are omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "u64")]
+    pub log_omitted: Option<u64>,
+}
+
+/// A question that an operator must answer.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Question {
+    pub code: String,
+    pub detail: String,
+    /// The snapshot that an answer may choose.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub snapshot_key: Option<String>,
+}
+
+/// A line of an operation's log.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct LogLine {
+    /// Increases from line to line, but not by one. Older platforms omit it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "u64")]
+    pub seq: Option<u64>,
+    pub at: Time,
+    pub step: String,
+    pub outcome: String,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub detail: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
+    /// Number of repetitions after `at`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "u64")]
+    pub repeats: Option<u64>,
+    /// The time of the last repetition.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Time")]
+    pub repeated_at: Option<Time>,
+}
+
+impl Operation {
+    /// Its question, if it waits for a decision.
+    pub fn question(&self) -> Option<&Question> {
+        self.question.as_ref().filter(|_| self.state.is(OperationState::Waiting))
+    }
+
+    pub fn is_under_way(&self) -> bool {
+        self.state.is(OperationState::Running) || self.state.is(OperationState::Waiting)
+    }
+}

@@ -1,0 +1,83 @@
+//! Named operators and their tokens.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, Time, words};
+use svc_machine::id::OperatorTokenId;
+
+words!(
+    /// The permission that a route requires.
+    Scope {
+        /// Machines, operations, rollouts and the audit, without owner data.
+        Read = "read",
+        /// Changes of machines, and their snapshots.
+        Operate = "operate",
+        /// Subscriptions, and usage by owners.
+        Billing = "billing",
+        /// The platform's metrics.
+        Metrics = "metrics",
+        /// Operators and the audit.
+        Admin = "admin",
+    }
+);
+words!(
+    /// Whether an operator's token is accepted.
+    OperatorState { Active = "active", Expired = "expired", Revoked = "revoked" }
+);
+
+/// An operator, with the times of their tokens.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Operator {
+    pub name: String,
+    pub scopes: Vec<Text<Scope>>,
+    pub state: Text<OperatorState>,
+    pub expires_at: Time,
+    pub last_used_at: Option<Time>,
+    /// When the token before the last rotation expires.
+    pub previous_token_expires_at: Option<Time>,
+    pub previous_token_last_used_at: Option<Time>,
+    pub created_at: Time,
+    /// The operator who added them.
+    pub created_by: String,
+    pub rotated_at: Option<Time>,
+    pub revoked_at: Option<Time>,
+}
+
+/// Operators, by name.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct OperatorList {
+    pub operators: Vec<Operator>,
+}
+
+/// An operator with a token that has just been issued, as it is stored: without the token.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct TokenIssue {
+    pub operator: Operator,
+    #[schemars(with = "String")]
+    pub token_id: Text<OperatorTokenId>,
+}
+
+/// The operator and the new token. `Debug` would print the token.
+#[derive(Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct IssuedToken {
+    #[serde(flatten)]
+    pub issue: TokenIssue,
+    pub token: String,
+}
+
+/// The caller.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct WhoAmI {
+    pub name: String,
+    pub scopes: Vec<Text<Scope>>,
+    /// Of the newest token; `null` for PLATFORM_SECRET.
+    pub expires_at: Option<Time>,
+}

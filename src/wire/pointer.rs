@@ -1,0 +1,70 @@
+//! A slot's snapshot pointer.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, Time, words};
+use svc_machine::id::MachineId;
+use svc_machine::name::{IdpUserId, Slot};
+
+words!(
+    /// Whether a pointer can be used.
+    PointerState {
+        Sound = "sound",
+        Unsound = "unsound",
+        Absent = "absent",
+        Unreadable = "unreadable",
+    }
+);
+
+/// A slot's pointer, and the one that a rebuild would write.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct PointerInspection {
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+    pub state: Text<PointerState>,
+    pub problem: Option<String>,
+    /// Number of snapshots in the store.
+    pub snapshots: u64,
+    pub current: Option<Pointer>,
+    pub rebuilt: Option<Pointer>,
+}
+
+/// A slot's pointer after a rebuild.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct RebuiltPointer {
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+    pub pointer: Pointer,
+}
+
+/// A pointer.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Pointer {
+    pub seq: u64,
+    pub fence_epoch: u64,
+    pub fence_machine_id: Option<Text<MachineId>>,
+    /// When an operator accepted that it names no snapshot.
+    pub emptied_at: Option<Time>,
+    pub snapshot: Option<NamedSnapshot>,
+}
+
+/// The snapshot that a pointer names.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct NamedSnapshot {
+    pub key: String,
+    pub size_bytes: u64,
+    pub sha256: String,
+    pub epoch: u64,
+    pub machine_id: Text<MachineId>,
+    pub taken_at: Time,
+    pub verified_at: Time,
+}

@@ -1,0 +1,31 @@
+//! Slots and their subscriptions.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, Time, words};
+use svc_machine::name::{IdpUserId, Slot};
+use svc_machine::plan::Plan;
+
+words!(
+    /// Whether a subscription is paid for.
+    SubscriptionStatus { Active = "active", Inactive = "inactive" }
+);
+
+/// The subscription of a slot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Subscription {
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+    pub plan: Text<Plan>,
+    pub status: Text<SubscriptionStatus>,
+    pub current_period_end: Option<Time>,
+}
+
+/// The subscriptions of slots.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct SubscriptionList {
+    pub slots: Vec<Subscription>,
+}
