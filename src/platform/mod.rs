@@ -19,6 +19,7 @@ pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
 pub mod measure;
+pub mod openapi;
 pub mod operations;
 pub mod operators;
 pub mod platform_key;
@@ -51,6 +52,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 
+use self::api::OpenApi;
 use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
 use self::db::platform_keys::ProcessKeys;
@@ -206,7 +208,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(operations::reconcile::run(platform.clone()));
     tasks.spawn(rollouts::run(platform.clone()));
     println!("listening api {}", api.url);
-    let control = api::routes(platform.clone()).layer(Extension(scrape));
+    let description = OpenApi::new(&openapi::document());
+    let control = api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(description));
     let trusted_proxies = platform.config.rates.trusted_proxies.clone();
     let limits = Limits { trusted_proxies, ..Limits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));

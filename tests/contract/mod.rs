@@ -45,7 +45,7 @@ pub fn platform() -> &'static Contract {
     static PLATFORM: LazyLock<Contract> = LazyLock::new(|| {
         let own = svc::platform::api::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
         let public = svc::platform::router::ROUTES.iter().map(|own| &own.operation);
-        Contract::of(svc::platform::api::description(), own.chain(public).collect())
+        Contract::of(svc::platform::openapi::document(), own.chain(public).collect())
     });
     &PLATFORM
 }

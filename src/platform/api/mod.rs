@@ -52,16 +52,18 @@ use std::sync::Arc;
 
 use axum::extract::Request;
 use axum::middleware;
+use axum::response::IntoResponse;
 use axum::routing::get;
-use axum::{Json, Router};
+use axum::{Extension, Router};
+use bytes::Bytes;
 use http::Method;
+use http::header::CONTENT_TYPE;
 use serde_json::{Value, json};
 
-use self::endpoint::{Access, Endpoint, OPERATOR, documented_json};
+use self::endpoint::{Access, Endpoint, documented_json};
 use super::context::Platform;
-use super::router;
 use svc_http::observe::{self, Listener};
-use svc_http::openapi::{self, Api, Operation};
+use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
 /// All routes, in the order of the OpenAPI document.
@@ -119,42 +121,14 @@ pub static ENDPOINTS: [&Endpoint; 51] = [
     &DESCRIPTION,
 ];
 
-const API: Api = Api {
-    title: "svc platform",
-    about: "The control plane: the machines of slots, their life cycle, and the requests of their hosts.",
-    version: env!("CARGO_PKG_VERSION"),
-    schemas: &[
-        ("Machine", openapi::schema_of::<svc_wire::machine::Machine>),
-        ("Operation", openapi::schema_of::<svc_wire::operation::Operation>),
-        ("Rollout", openapi::schema_of::<svc_wire::rollout::Rollout>),
-        ("RolloutSummary", openapi::schema_of::<svc_wire::rollout::RolloutSummary>),
-        ("Subscription", openapi::schema_of::<svc_wire::slot::Subscription>),
-        ("Alarm", openapi::schema_of::<svc_wire::alarm::Alarm>),
-        ("Operator", openapi::schema_of::<svc_wire::operator::Operator>),
-        ("OwnSlot", router::own_slot_schema),
-    ],
-};
+/// The OpenAPI document of all routes, in this router and others. The caller of [`routes`] adds it as an [`Extension`].
+#[derive(Clone)]
+pub struct OpenApi(Bytes);
 
-/// The OpenAPI document of all routes: the control API's, and the router's on the public hosts.
-pub fn description() -> Value {
-    let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
-    let public = router::ROUTES.iter().map(|route| &route.operation);
-    let mut document = openapi::document(&API, control.chain(public));
-    for endpoint in ENDPOINTS {
-        let Some(scopes) = endpoint.access.scopes() else { continue };
-        let operation = &endpoint.operation;
-        let path = operation.path.replace("{*", "{");
-        let description = &mut document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
-        for requirement in description["security"].as_array_mut().into_iter().flatten() {
-            if requirement[OPERATOR.name].is_array() {
-                requirement[OPERATOR.name] = scopes.iter().map(|scope| scope.as_str()).collect();
-            }
-        }
+impl OpenApi {
+    pub fn new(document: &Value) -> Self {
+        Self(document.to_string().into())
     }
-    for route in router::ROUTES {
-        document["paths"][route.operation.path]["servers"] = router::openapi_servers();
-    }
-    document
 }
 
 static DESCRIPTION: Endpoint = Endpoint {
@@ -170,8 +144,12 @@ static DESCRIPTION: Endpoint = Endpoint {
         responses: &[documented_json(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
         problems: &[],
     },
-    serve: || get(|| async { Json(description()) }),
+    serve: || get(describe),
 };
+
+async fn describe(Extension(OpenApi(document)): Extension<OpenApi>) -> impl IntoResponse {
+    ([(CONTENT_TYPE, "application/json")], document)
+}
 
 pub fn routes(platform: Arc<Platform>) -> Router {
     endpoint::routes(&ENDPOINTS)

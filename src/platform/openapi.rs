@@ -1,0 +1,46 @@
+//! The OpenAPI document of the control API and the router.
+
+use serde_json::Value;
+
+use super::api::ENDPOINTS;
+use super::api::endpoint::OPERATOR;
+use super::router;
+use svc_http::openapi::{Api, document as build, schema_of};
+
+const API: Api = Api {
+    title: "svc platform",
+    about: "The control plane: the machines of slots, their life cycle, and the requests of their hosts.",
+    version: env!("CARGO_PKG_VERSION"),
+    schemas: &[
+        ("Machine", schema_of::<svc_wire::machine::Machine>),
+        ("Operation", schema_of::<svc_wire::operation::Operation>),
+        ("Rollout", schema_of::<svc_wire::rollout::Rollout>),
+        ("RolloutSummary", schema_of::<svc_wire::rollout::RolloutSummary>),
+        ("Subscription", schema_of::<svc_wire::slot::Subscription>),
+        ("Alarm", schema_of::<svc_wire::alarm::Alarm>),
+        ("Operator", schema_of::<svc_wire::operator::Operator>),
+        ("OwnSlot", router::own_slot_schema),
+    ],
+};
+
+/// The OpenAPI document of all routes: the control API's, and the router's on the public hosts.
+pub fn document() -> Value {
+    let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
+    let public = router::ROUTES.iter().map(|route| &route.operation);
+    let mut document = build(&API, control.chain(public));
+    for endpoint in ENDPOINTS {
+        let Some(scopes) = endpoint.access.scopes() else { continue };
+        let operation = &endpoint.operation;
+        let path = operation.path.replace("{*", "{");
+        let description = &mut document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
+        for requirement in description["security"].as_array_mut().into_iter().flatten() {
+            if requirement[OPERATOR.name].is_array() {
+                requirement[OPERATOR.name] = scopes.iter().map(|scope| scope.as_str()).collect();
+            }
+        }
+    }
+    for route in router::ROUTES {
+        document["paths"][route.operation.path]["servers"] = router::openapi_servers();
+    }
+    document
+}
