@@ -13,7 +13,7 @@ use svc_machine::rollout::MemberState;
 use svc_machine::state::{FailureCause, Status};
 
 pub fn status() -> Value {
-    one_of(&Status::ALL.map(Status::as_str))
+    one_of(Status::NAMES)
 }
 
 pub fn kind() -> Value {
@@ -349,7 +349,7 @@ pub fn operation() -> Value {
 }
 
 pub fn plan() -> Value {
-    one_of(&Plan::ALL.map(Plan::as_str))
+    one_of(Plan::NAMES)
 }
 
 /// The subscription of a slot.
