@@ -14,6 +14,8 @@ use serde_json::{Value, json};
 /// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[derive(strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Level {
     Ok,
     /// It works, but needs attention.
@@ -26,12 +28,7 @@ pub enum Level {
 
 impl Level {
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Warning => "warning",
-            Self::Problem => "problem",
-            Self::Skipped => "skipped",
-        }
+        self.into()
     }
 }
 

@@ -15,7 +15,8 @@ use super::request_id;
 use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, label};
 
 /// The listener, for logs and metrics.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Listener {
     /// The platform's control API.
     Api,
@@ -29,12 +30,7 @@ pub enum Listener {
 
 impl Listener {
     fn as_str(self) -> &'static str {
-        match self {
-            Self::Api => "api",
-            Self::Router => "router",
-            Self::Gateway => "gateway",
-            Self::Socket => "socket",
-        }
+        self.into()
     }
 
     /// Whether to log all requests: the control API has few requests. Other listeners log only failed ones.

@@ -171,7 +171,8 @@ async fn accept(
 }
 
 /// The scheme by which the client reached this listener.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Scheme {
     Http,
     Https,
@@ -179,10 +180,7 @@ pub enum Scheme {
 
 impl Scheme {
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Http => "http",
-            Self::Https => "https",
-        }
+        self.into()
     }
 }
 

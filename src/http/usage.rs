@@ -2,19 +2,22 @@
 //!
 //! Owns the parameters and the schema; the host computes the sums.
 
-use std::str::FromStr;
-
 use jiff::civil::Date;
 use serde_json::{Value, json};
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
 use super::fields::Fields;
 use super::openapi::{Parameter, ParameterLocation, array, count, number, object, one_of, text, text_to};
+use svc_machine::choice::must_be_one_of;
 
 /// Maximum length of the name of a user or channel.
 pub const MAX_SENDER_CHARS: usize = 256;
 
 /// The grouping of a report.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum, EnumString, IntoStaticStr, VariantNames,
+)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_group)]
 pub enum GroupBy {
     #[default]
     Day,
@@ -26,32 +29,15 @@ pub enum GroupBy {
 }
 
 impl GroupBy {
-    pub const WORDS: [&str; 5] = ["day", "week", "month", "model", "user"];
+    pub const WORDS: &'static [&'static str] = <Self as VariantNames>::VARIANTS;
 
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Day => "day",
-            Self::Week => "week",
-            Self::Month => "month",
-            Self::Model => "model",
-            Self::User => "user",
-        }
+        self.into()
     }
 }
 
-impl FromStr for GroupBy {
-    type Err = &'static str;
-
-    fn from_str(word: &str) -> Result<Self, Self::Err> {
-        match word {
-            "day" => Ok(Self::Day),
-            "week" => Ok(Self::Week),
-            "month" => Ok(Self::Month),
-            "model" => Ok(Self::Model),
-            "user" => Ok(Self::User),
-            _ => Err("must be day, week, month, model or user"),
-        }
-    }
+fn unknown_group(_: &str) -> String {
+    must_be_one_of(GroupBy::WORDS)
 }
 
 /// Selects the usage of a report, and its grouping.
@@ -121,7 +107,7 @@ pub const END_DATE: Parameter = Parameter {
 pub const GROUP_BY: Parameter = Parameter {
     name: "groupBy",
     location: ParameterLocation::Query,
-    schema: || one_of(&GroupBy::WORDS),
+    schema: || one_of(GroupBy::WORDS),
     about: "Grouping of the entries; default: day.",
 };
 
@@ -167,7 +153,7 @@ mod tests {
             let text = Serializer::new(String::new()).extend_pairs(query.pairs()).finish();
             assert_eq!(read(&text), Ok(query));
         }
-        for word in GroupBy::WORDS {
+        for &word in GroupBy::WORDS {
             assert_eq!(word.parse::<GroupBy>().unwrap().as_str(), word);
         }
     }

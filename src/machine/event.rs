@@ -1,11 +1,15 @@
 //! Events of a machine, and their effects besides the new state.
 
+use super::choice::must_be_one_of;
 use super::epoch::Epoch;
 use super::name::ServerType;
 use super::state::{FailureCause, Status};
 
 /// How a new machine gets its database (contract, part 4, "Restore").
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, strum::EnumString, strum::IntoStaticStr, strum::VariantNames,
+)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_mode)]
 pub enum RestoreMode {
     /// A snapshot must exist and is restored.
     Required,
@@ -17,23 +21,12 @@ impl RestoreMode {
     pub const ALL: [Self; 2] = [Self::Required, Self::Empty];
 
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Required => "required",
-            Self::Empty => "empty",
-        }
+        self.into()
     }
 }
 
-impl std::str::FromStr for RestoreMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "required" => Ok(Self::Required),
-            "empty" => Ok(Self::Empty),
-            _ => Err("must be required or empty".to_owned()),
-        }
-    }
+fn unknown_mode(_: &str) -> String {
+    must_be_one_of(<RestoreMode as strum::VariantNames>::VARIANTS)
 }
 
 /// The power state of a server that was about to be replaced or deleted.
@@ -45,7 +38,7 @@ pub enum ServerPower {
 }
 
 /// Reason why a server could not be created.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::VariantArray)]
 pub enum CreationFailure {
     ProviderRefused,
     ProviderUnavailable,
@@ -55,8 +48,7 @@ pub enum CreationFailure {
 }
 
 impl CreationFailure {
-    pub const ALL: [Self; 5] =
-        [Self::ProviderRefused, Self::ProviderUnavailable, Self::StoreFailed, Self::Fenced, Self::Internal];
+    pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
 
     pub fn cause(self) -> FailureCause {
         match self {

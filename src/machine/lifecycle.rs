@@ -51,7 +51,7 @@ fn every_state() -> Vec<State> {
         resizing(),
         State::Resizing { from: large(), to: small() },
     ];
-    states.extend(FailureCause::ALL.map(failed));
+    states.extend(FailureCause::ALL.iter().copied().map(failed));
     let ended: Vec<State> =
         states.iter().flat_map(|state| [retired(state.clone()), deleted(state.clone())]).collect();
     states.extend(ended);
@@ -87,7 +87,7 @@ fn every_event() -> Vec<Event> {
         Event::SuccessorDeleted,
         Event::ResumeRequested { server_type: large() },
     ];
-    events.extend(CreationFailure::ALL.map(|why| Event::CreationFailed { why }));
+    events.extend(CreationFailure::ALL.iter().map(|&why| Event::CreationFailed { why }));
     let mut kinds = [false; 20];
     for event in &events {
         kinds[kind(event)] = true;
@@ -236,7 +236,7 @@ fn only_registration_makes_machine_run() {
 
 #[test]
 fn boot_without_registration_fails() {
-    let made = CreationFailure::ALL.map(|why| (Event::CreationFailed { why }, why.cause()));
+    let made = CreationFailure::ALL.iter().map(|&why| (Event::CreationFailed { why }, why.cause()));
     for (event, cause) in made.into_iter().chain([
         (Event::BootFailureReported, FailureCause::BootReported),
         (Event::RegistrationExpired, FailureCause::RegistrationExpired),
@@ -373,7 +373,7 @@ fn operator_fail_ends_operation_and_routing() {
 fn provision_replaces_only_failed_machine() {
     for restore in [RestoreMode::Required, RestoreMode::Empty] {
         let event = Event::ProvisionRequested { restore };
-        for cause in FailureCause::ALL {
+        for &cause in FailureCause::ALL {
             assert_moves(
                 &failed(cause),
                 &event,
@@ -415,7 +415,7 @@ fn delete_ends_any_active_machine_and_is_idempotent() {
 #[test]
 fn resume_takes_failed_machine_back_into_service() {
     let event = Event::ResumeRequested { server_type: large() };
-    for cause in FailureCause::ALL {
+    for &cause in FailureCause::ALL {
         assert_moves(&failed(cause), &event, &State::Running { server_type: large() }, &[]);
     }
     assert_unchanged(&running(), &event);

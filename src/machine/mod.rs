@@ -2,6 +2,7 @@
 //!
 //! Reads no clock, disk or socket, and imports no other module of this crate.
 
+pub mod choice;
 pub mod epoch;
 pub mod event;
 pub mod id;

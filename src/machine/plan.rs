@@ -1,15 +1,17 @@
 //! Subscription plans and the server types that each includes.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 
+use super::choice::must_be_one_of;
 use super::name::ServerType;
 
 /// The subscription of a slot (specification, part 1.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[derive(
+    strum::EnumString, strum::IntoStaticStr, strum::VariantArray, strum::VariantNames, strum::Display,
+)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_plan)]
 pub enum Plan {
     Starter,
     Builder,
@@ -17,7 +19,8 @@ pub enum Plan {
 }
 
 impl Plan {
-    pub const ALL: [Self; 3] = [Self::Starter, Self::Builder, Self::Max];
+    pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
+    pub const NAMES: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 
     /// The server types that this plan includes, smallest first.
     pub fn server_types(self) -> &'static [&'static str] {
@@ -33,27 +36,10 @@ impl Plan {
     }
 
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Starter => "starter",
-            Self::Builder => "builder",
-            Self::Max => "max",
-        }
+        self.into()
     }
 }
 
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for Plan {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL
-            .into_iter()
-            .find(|plan| plan.as_str() == text)
-            .ok_or_else(|| "must be starter, builder or max".to_owned())
-    }
+fn unknown_plan(_: &str) -> String {
+    must_be_one_of(Plan::NAMES)
 }

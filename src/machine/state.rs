@@ -1,16 +1,18 @@
 //! The states of a machine, with the data that belongs to each.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 
+use super::choice::must_be_one_of;
 use super::epoch::Epoch;
 use super::name::ServerType;
 
 /// The status as it is stored and shown (specification, part 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[derive(
+    strum::EnumString, strum::IntoStaticStr, strum::VariantArray, strum::VariantNames, strum::Display,
+)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_status)]
 pub enum Status {
     Provisioning,
     Running,
@@ -20,17 +22,11 @@ pub enum Status {
 }
 
 impl Status {
-    pub const ALL: [Self; 5] =
-        [Self::Provisioning, Self::Running, Self::Recovering, Self::Resizing, Self::Failed];
+    pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
+    pub const NAMES: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Provisioning => "provisioning",
-            Self::Running => "running",
-            Self::Recovering => "recovering",
-            Self::Resizing => "resizing",
-            Self::Failed => "failed",
-        }
+        self.into()
     }
 
     /// Only a running machine is routed to.
@@ -39,26 +35,15 @@ impl Status {
     }
 }
 
-impl fmt::Display for Status {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for Status {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL
-            .into_iter()
-            .find(|status| status.as_str() == text)
-            .ok_or_else(|| "must be provisioning, running, recovering, resizing or failed".to_owned())
-    }
+fn unknown_status(_: &str) -> String {
+    must_be_one_of(Status::NAMES)
 }
 
 /// Reason why a machine is `failed`. [`FailureCause::heals`] says which causes end with a healthy heartbeat.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[derive(strum::EnumString, strum::IntoStaticStr, strum::VariantArray)]
+#[strum(serialize_all = "snake_case", parse_err_ty = String, parse_err_fn = unknown_cause)]
 pub enum FailureCause {
     BootReported,
     RegistrationExpired,
@@ -84,21 +69,7 @@ pub enum FailureCause {
 }
 
 impl FailureCause {
-    pub const ALL: [Self; 13] = [
-        Self::BootReported,
-        Self::RegistrationExpired,
-        Self::ProviderRefused,
-        Self::ProviderUnavailable,
-        Self::StoreFailed,
-        Self::Fenced,
-        Self::Internal,
-        Self::ServerGone,
-        Self::Resize,
-        Self::OperationHung,
-        Self::Operator,
-        Self::Abandoned,
-        Self::Reinstating,
-    ];
+    pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
 
     /// Whether a healthy heartbeat of the machine's epoch makes it run again.
     pub fn heals(self) -> bool {
@@ -106,33 +77,12 @@ impl FailureCause {
     }
 
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::BootReported => "boot_reported",
-            Self::RegistrationExpired => "registration_expired",
-            Self::ProviderRefused => "provider_refused",
-            Self::ProviderUnavailable => "provider_unavailable",
-            Self::StoreFailed => "store_failed",
-            Self::Fenced => "fenced",
-            Self::Internal => "internal",
-            Self::ServerGone => "server_gone",
-            Self::Resize => "resize",
-            Self::OperationHung => "operation_hung",
-            Self::Operator => "operator",
-            Self::Abandoned => "abandoned",
-            Self::Reinstating => "reinstating",
-        }
+        self.into()
     }
 }
 
-impl FromStr for FailureCause {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL
-            .into_iter()
-            .find(|cause| cause.as_str() == text)
-            .ok_or_else(|| format!("{text:?} is not a failure cause"))
-    }
+fn unknown_cause(text: &str) -> String {
+    format!("{text:?} is not a failure cause")
 }
 
 /// The state of a machine. Only [`super::event::Event::Reinstated`] leads out of `Retired` and `Deleted`, so both

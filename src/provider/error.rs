@@ -5,7 +5,8 @@
 use std::time::Duration;
 
 /// The meaning of a failure for the caller. Only the kind drives retries.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum ErrorKind {
     /// The target of the call does not exist.
     NotFound,
@@ -24,14 +25,7 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::NotFound => "not_found",
-            Self::Conflict => "conflict",
-            Self::Refused => "refused",
-            Self::Account => "account",
-            Self::Transient => "transient",
-            Self::Ambiguous => "ambiguous",
-        }
+        self.into()
     }
 }
 

@@ -68,7 +68,8 @@ pub struct Created {
 }
 
 /// The power state of a server. `Running` does not mean that its host is ready.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::IntoStaticStr, strum::Display)]
+#[strum(serialize_all = "lowercase")]
 pub enum ServerStatus {
     Initializing,
     Starting,
@@ -84,23 +85,7 @@ pub enum ServerStatus {
 
 impl ServerStatus {
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Initializing => "initializing",
-            Self::Starting => "starting",
-            Self::Running => "running",
-            Self::Stopping => "stopping",
-            Self::Off => "off",
-            Self::Deleting => "deleting",
-            Self::Migrating => "migrating",
-            Self::Rebuilding => "rebuilding",
-            Self::Unknown => "unknown",
-        }
-    }
-}
-
-impl fmt::Display for ServerStatus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+        self.into()
     }
 }
 

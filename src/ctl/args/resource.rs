@@ -13,7 +13,10 @@ use svc_store::key::SnapshotKey;
 
 fn plans() -> String {
     let one = |plan: Plan| format!("{plan} ({})", plan.server_types().join(", "));
-    format!("The plan, with its server types: {}", Plan::ALL.map(one).join(", "))
+    format!(
+        "The plan, with its server types: {}",
+        Plan::ALL.iter().copied().map(one).collect::<Vec<_>>().join(", ")
+    )
 }
 
 #[derive(Debug, Subcommand)]

@@ -54,7 +54,7 @@ pub fn check(layout: &Layout) -> Findings {
 pub fn snapshots(layout: &Layout) -> Findings {
     let mut findings = Findings::new("snapshots");
     let mut summary = Vec::new();
-    for kind in CheckKind::ALL {
+    for &kind in CheckKind::ALL {
         let unit = format!("svc-db-{}", kind.as_str());
         let next = format!("journalctl -u {unit} -n 50; systemctl start {unit}");
         match Check::last(layout, kind) {

@@ -36,6 +36,8 @@ impl Default for Limits {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[derive(strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Period {
     Daily,
     Monthly,
@@ -45,10 +47,7 @@ impl Period {
     pub const ALL: [Self; 2] = [Self::Daily, Self::Monthly];
 
     pub fn word(self) -> &'static str {
-        match self {
-            Self::Daily => "daily",
-            Self::Monthly => "monthly",
-        }
+        self.into()
     }
 
     /// The specification's message.

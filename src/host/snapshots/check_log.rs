@@ -20,6 +20,8 @@ pub enum Status {
 /// The kind of check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[derive(strum::IntoStaticStr, strum::VariantArray)]
+#[strum(serialize_all = "lowercase")]
 pub enum CheckKind {
     /// Read from the store in full.
     Verify,
@@ -28,13 +30,10 @@ pub enum CheckKind {
 }
 
 impl CheckKind {
-    pub const ALL: [Self; 2] = [Self::Verify, Self::Drill];
+    pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
 
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Verify => "verify",
-            Self::Drill => "drill",
-        }
+        self.into()
     }
 }
 

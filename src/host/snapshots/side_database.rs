@@ -9,6 +9,7 @@ use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
+use svc_machine::choice::must_be_one_of;
 use svc_store::snapshot::TableCount;
 
 /// Database name at the machine's PostgreSQL.
@@ -19,6 +20,8 @@ pub const MAX_TABLES: usize = 500;
 /// How a copy treats rows that exist in the snapshot, in the owner's database, or in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
+#[derive(strum::EnumString, strum::VariantNames)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_mode)]
 pub enum Mode {
     /// Insert missing rows; existing rows are not touched
     Missing,
@@ -29,20 +32,11 @@ pub enum Mode {
 }
 
 impl Mode {
-    pub const NAMES: [&str; 3] = ["missing", "overwrite", "replace"];
+    pub const NAMES: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 }
 
-impl std::str::FromStr for Mode {
-    type Err = &'static str;
-
-    fn from_str(word: &str) -> Result<Self, Self::Err> {
-        match word {
-            "missing" => Ok(Self::Missing),
-            "overwrite" => Ok(Self::Overwrite),
-            "replace" => Ok(Self::Replace),
-            _ => Err("must be missing, overwrite or replace"),
-        }
-    }
+fn unknown_mode(_: &str) -> String {
+    must_be_one_of(Mode::NAMES)
 }
 
 /// The snapshot to open.
@@ -254,7 +248,7 @@ mod tests {
     fn mode_parses_exactly_its_names() {
         for name in Mode::NAMES {
             let mode: Mode = name.parse().unwrap();
-            assert_eq!(serde_json::to_value(mode).unwrap(), name);
+            assert_eq!(serde_json::to_value(mode).unwrap(), *name);
         }
         assert!("all".parse::<Mode>().is_err());
     }

@@ -21,6 +21,8 @@ pub struct StepFailure {
 /// The stages of an update, as outcomes name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[derive(strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum Stage {
     Preflight,
     Manifest,
@@ -37,19 +39,7 @@ pub enum Stage {
 
 impl Stage {
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Preflight => "preflight",
-            Self::Manifest => "manifest",
-            Self::Download => "download",
-            Self::Trial => "trial",
-            Self::Snapshot => "snapshot",
-            Self::Switch => "switch",
-            Self::Units => "units",
-            Self::Restart => "restart",
-            Self::Health => "health",
-            Self::Rollback => "rollback",
-            Self::Done => "done",
-        }
+        self.into()
     }
 }
 

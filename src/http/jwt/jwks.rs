@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use url::Url;
 
-use super::JwtError;
+use super::error::JwtError;
 use crate::body::{ResponseBodyError, read_response};
 use crate::problem::chain;
 

@@ -5,6 +5,7 @@
 //! used before its signature is verified.
 
 mod crypto;
+mod error;
 mod jwks;
 
 use jiff::Timestamp;
@@ -12,6 +13,7 @@ use jsonwebtoken::{TokenData, decode, decode_header};
 use serde::Deserialize;
 use url::Url;
 
+pub use error::JwtError;
 #[cfg(feature = "fuzzing")]
 pub use jwks::read_keys;
 use jwks::{Jwks, VerifyingKey};
@@ -37,31 +39,6 @@ pub struct Subject {
     pub user: IdpUserId,
     /// Unix seconds; the token expires then, plus the leeway.
     pub expires_at: i64,
-}
-
-/// The reason why a token is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum JwtError {
-    #[error("the token is malformed")]
-    Malformed,
-    #[error("the token's algorithm is not its key's")]
-    Algorithm,
-    #[error("the token's key is not one of the issuer's")]
-    UnknownKey,
-    #[error("the token's signature is wrong")]
-    Signature,
-    #[error("the token is from another issuer")]
-    Issuer,
-    #[error("the token is for another audience")]
-    Audience,
-    #[error("the token is expired or not yet valid")]
-    Stale,
-    /// It was refused recently.
-    #[error("the token was refused before")]
-    Refused,
-    /// The only reason that does not concern the token.
-    #[error("the issuer's keys cannot be fetched")]
-    NoKeys,
 }
 
 /// Verifies tokens of one issuer.

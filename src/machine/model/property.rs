@@ -311,7 +311,7 @@ fn histories_reach_every_state() {
             }
         }
     }
-    for status in Status::ALL {
+    for &status in Status::ALL {
         assert!(reached.contains(&(status.as_str(), 2)), "no replacement was {status}: {reached:?}");
     }
     assert!(reached.contains(&("ended", 2)), "{reached:?}");

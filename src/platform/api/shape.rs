@@ -11,7 +11,7 @@ use svc_wire::host::ComponentStatus;
 use svc_wire::machine::MachineKind;
 
 pub fn status() -> Value {
-    one_of(&Status::ALL.map(Status::as_str))
+    one_of(Status::NAMES)
 }
 
 pub fn kind() -> Value {
@@ -52,7 +52,7 @@ pub fn sha256() -> Value {
 }
 
 pub fn plan() -> Value {
-    one_of(&Plan::ALL.map(Plan::as_str))
+    one_of(Plan::NAMES)
 }
 
 /// The status of a component in a health route.

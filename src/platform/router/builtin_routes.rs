@@ -216,7 +216,7 @@ pub fn own_slot_schema() -> Value {
             ("slot", slot_name_schema()),
             ("handle", text()),
             ("machineId", uuid()),
-            ("status", one_of(&Status::ALL.map(Status::as_str))),
+            ("status", one_of(Status::NAMES)),
             ("current", boolean()),
         ],
         &[],

@@ -16,7 +16,8 @@ use crate::records::entry::{Interaction, Status};
 use svc_base::clock::rfc3339_ms;
 
 /// The phase of a dispatch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "lowercase")]
 pub enum Phase {
     Queued,
     Running,
@@ -27,10 +28,10 @@ pub enum Phase {
 }
 
 impl Phase {
-    pub const WORDS: [&str; 5] = ["queued", "running", "success", "error", "refused"];
+    pub const WORDS: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 
     fn word(self) -> &'static str {
-        Self::WORDS[self as usize]
+        self.into()
     }
 
     pub fn is_over(self) -> bool {

@@ -15,7 +15,8 @@ const MAX_ORIGINS: usize = 20;
 const MAX_INDEX_COLUMNS: usize = 32;
 
 /// How an app's pages are built or served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::EnumString, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Runtime {
     Vite,
     Static,
@@ -24,11 +25,7 @@ pub enum Runtime {
 
 impl Runtime {
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Vite => "vite",
-            Self::Static => "static",
-            Self::Node => "node",
-        }
+        self.into()
     }
 }
 
@@ -134,11 +131,9 @@ impl Reader {
         let slug = self
             .text(root, "slug")
             .and_then(|slug| slug.parse().map_err(|message| self.error::<()>("slug", message)).ok());
-        let runtime = self.text(root, "runtime").and_then(|runtime| match runtime.as_str() {
-            "vite" => Some(Runtime::Vite),
-            "static" => Some(Runtime::Static),
-            "node" => Some(Runtime::Node),
-            other => self.error("runtime", format!("unknown {other:?}; must be vite, static or node")),
+        let runtime = self.text(root, "runtime").and_then(|runtime| match runtime.parse() {
+            Ok(runtime) => Some(runtime),
+            Err(_) => self.error("runtime", format!("unknown {runtime:?}; must be vite, static or node")),
         });
         let name = self.text(root, "name");
         let version = self.text(root, "version");

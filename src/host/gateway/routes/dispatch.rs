@@ -199,7 +199,7 @@ pub fn dispatch_schema() -> Value {
     object(
         &[
             ("id", text()),
-            ("status", one_of(&Phase::WORDS)),
+            ("status", one_of(Phase::WORDS)),
             ("senderId", text()),
             ("agentName", text()),
             ("model", nullable(text())),

@@ -78,7 +78,7 @@ fn measure_backups(logs: &Path) {
 
 /// Sets no metric of a kind before its first check.
 fn measure_checks(layout: &Layout) {
-    for kind in CheckKind::ALL {
+    for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = Check::last(layout, kind) {
             CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
             CHECK_AT.set([kind.as_str()], check.timestamp.as_second() as f64);

@@ -167,7 +167,7 @@ pub static COPY: Endpoint = Endpoint {
             let mut tables = array(text_to(200));
             tables["minItems"] = 1.into();
             tables["maxItems"] = MAX_TABLES.into();
-            let options = [("mode", one_of(&Mode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
+            let options = [("mode", one_of(Mode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
             fields(&[("tables", tables)], &options)
         }),
         responses: &[documented_json(202, "The request is accepted.", accepted)],
@@ -208,7 +208,7 @@ pub fn side_database_schema() -> Value {
         &[
             ("requestId", text()),
             ("at", time()),
-            ("mode", one_of(&Mode::NAMES)),
+            ("mode", one_of(Mode::NAMES)),
             ("dryRun", boolean()),
             ("tables", array(copied)),
         ],

@@ -97,7 +97,7 @@ pub fn checks(config: &SyncConfig) -> BTreeMap<&'static str, LastCheck> {
         damaged.truncate(MAX_DAMAGED_KEYS);
         Some((kind.as_str(), LastCheck { status, at: timestamp, key, damaged, error }))
     };
-    CheckKind::ALL.into_iter().filter_map(last).collect()
+    CheckKind::ALL.iter().copied().filter_map(last).collect()
 }
 
 /// A condition that needs a person, as text for the fleet's list.

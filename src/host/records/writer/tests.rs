@@ -3,9 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use serde_json::{Value, json};
-
 use jiff::civil::Date;
+use serde_json::{Value, json};
 
 use super::*;
 

@@ -2,7 +2,7 @@
 //! last. A killed run is simply repeated.
 
 use super::journal::{self, Journal};
-use super::settings::{Mode, RestoreSettings};
+use super::settings::RestoreSettings;
 use super::swap::{self, SwapError};
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
@@ -18,6 +18,7 @@ use svc_base::applet::{Exit, Failure};
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
+use svc_machine::event::RestoreMode;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
@@ -207,8 +208,8 @@ async fn latest(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, Resto
         };
         match (latest_snapshot, settings.mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
-            (Err(SnapshotUnusable::Absent), Mode::Empty) => return Ok(None),
-            (Err(SnapshotUnusable::Absent), Mode::Required) => return Err(RestoreError::Absent),
+            (Err(SnapshotUnusable::Absent), RestoreMode::Empty) => return Ok(None),
+            (Err(SnapshotUnusable::Absent), RestoreMode::Required) => return Err(RestoreError::Absent),
             (Err(SnapshotUnusable::Damaged { key, why }), _) => {
                 return Err(RestoreError::Damaged { key, why });
             }

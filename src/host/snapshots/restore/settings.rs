@@ -12,36 +12,16 @@ use crate::system::postgres_tools::PgTools;
 use crate::system::store::StoreLink;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
+use svc_machine::event::RestoreMode;
 use svc_machine::name::IdpUserId;
 use svc_store::key::{SlotPrefix, SnapshotKey};
-
-/// Policy for a confirmed absence of snapshots. An existing snapshot is always restored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
-    /// A snapshot must exist.
-    Required,
-    /// A new or intentionally empty user starts with an empty database.
-    Empty,
-}
-
-impl std::str::FromStr for Mode {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "required" => Ok(Self::Required),
-            "empty" => Ok(Self::Empty),
-            _ => Err("must be required or empty"),
-        }
-    }
-}
 
 pub struct RestoreSettings {
     pub layout: Layout,
     /// The user of this machine.
     pub user: IdpUserId,
     pub context: RestoreContext,
-    pub mode: Mode,
+    pub mode: RestoreMode,
     /// The snapshot to restore; `None`: the one that the pointer names.
     pub chosen: Option<SnapshotKey>,
 }
@@ -53,7 +33,7 @@ impl RestoreSettings {
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
-        let mode = env.required::<Mode>(&vars::SVC_RESTORE_MODE);
+        let mode = env.required::<RestoreMode>(&vars::SVC_RESTORE_MODE);
         let chosen = env.optional::<SnapshotKey>(&vars::SVC_RESTORE_SNAPSHOT);
         let deadline = staging::deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);

@@ -31,7 +31,8 @@ use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
 
 /// A step of an import.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Step {
     /// Compares the whole archive with its manifest.
     Check,
@@ -47,13 +48,7 @@ pub enum Step {
 
 impl Step {
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Check => "check",
-            Self::Stage => "stage",
-            Self::Unstage => "unstage",
-            Self::Database => "database",
-            Self::Place => "place",
-        }
+        self.into()
     }
 
     /// Returns whether the step runs as the owner rather than the gateway's user.
