@@ -77,10 +77,17 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
     found
 }
 
-/// xtask and the kit drive the public CLI, HTTP and signals, so their manifests must not depend on the product's
-/// package.
+/// xtask, the kit and its programs drive the public CLI, HTTP and signals, so their manifests must not depend on the
+/// product's package.
 pub fn links_to_the_product(file: &File) -> Vec<String> {
-    if !matches!(file.path.as_str(), "xtask/Cargo.toml" | "tests/kit/Cargo.toml" | "tests/house/Cargo.toml") {
+    const MANIFESTS: [&str; 5] = [
+        "xtask/Cargo.toml",
+        "tests/bench/Cargo.toml",
+        "tests/house/Cargo.toml",
+        "tests/kit/Cargo.toml",
+        "tests/lab/Cargo.toml",
+    ];
+    if !MANIFESTS.contains(&file.path.as_str()) {
         return Vec::new();
     }
     let is_product = |key: &str| key == "svc" || key.starts_with("svc-");

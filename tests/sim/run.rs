@@ -161,16 +161,16 @@ async fn shortest(database: &RunDatabase, parts: Parts, seed: u64, failed: usize
     }
 }
 
-/// Runs at most `max_seeds` seeds with a broken rule until one detects `wanted`. Every detected violation must be
+/// Runs seeds with a broken rule until one detects `wanted`. Every detected violation must be
 /// `wanted` or follow from it.
 pub async fn find_violation(
     broken: BrokenRule,
-    max_seeds: u64,
+    seeds: impl Iterator<Item = u64>,
     wanted: Violation,
     follows: &[Violation],
 ) -> Option<u64> {
     let database = RunDatabase::new(Some(broken)).await.expect("a database");
-    for seed in 0..max_seeds {
+    for seed in seeds {
         let end = play(&database, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the run starts");
         let RunResult::Broken { found, log, .. } = end else { continue };
         let other = found.iter().find(|found| **found != wanted && !follows.contains(found));

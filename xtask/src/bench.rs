@@ -1,11 +1,10 @@
-//! `cargo xtask bench`: selects the binary, runs the measurement and sets the exit code. The records are measured by a
-//! program that links the product; it is built here.
+//! `cargo xtask bench`: selects the binary and becomes the program of `tests/bench`, which measures it. The records are
+//! measured by a program that links the product; it is built here.
 
 use std::path::PathBuf;
 use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use kit::bench::{self, Area, Options};
 use kit::fetch;
 use serde_json::Value;
 
@@ -15,13 +14,13 @@ use crate::cargo;
 pub struct Args {
     /// footprint, router, bridge, bundle, backup, restore or records
     #[arg(value_name = "AREA")]
-    area: Area,
-    /// Rounds per side
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=50))]
-    rounds: u32,
-    /// Seconds per load
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=60))]
-    seconds: u32,
+    area: String,
+    /// Rounds per side, by default 5
+    #[arg(long, value_name = "N")]
+    rounds: Option<u32>,
+    /// Seconds per load, by default 2
+    #[arg(long, value_name = "N")]
+    seconds: Option<u32>,
     /// The binary to measure (default: target/dist/svc); for records, the program of tests/bench (default: built)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
@@ -31,23 +30,21 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    let target = fetch::target_dir();
-    let options = Options {
-        svc: binary(args.area, args.svc)?,
-        rounds: args.rounds,
-        seconds: args.seconds,
-        out: target.join("bench"),
-    };
-    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    let report = runtime.block_on(bench::run(args.area, &options))?;
-    Ok(if args.strict && !report.all_hold() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    let mut bench = cargo::program("bench");
+    bench.arg(&args.area).arg("--svc").arg(binary(&args.area, args.svc)?);
+    bench.arg("--out").arg(fetch::target_dir().join("bench"));
+    for (name, number) in [("--rounds", args.rounds), ("--seconds", args.seconds)] {
+        bench.args(number.map(|number| [name.to_owned(), number.to_string()]).into_iter().flatten());
+    }
+    bench.args(args.strict.then_some("--strict"));
+    cargo::become_program(bench)
 }
 
 /// Finds the binary. The default is never a dev build: its figures would be meaningless.
-fn binary(area: Area, given: Option<PathBuf>) -> Result<PathBuf> {
+fn binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
     let path = match (given, area) {
         (Some(given), _) => given,
-        (None, Area::Records) => build_bench_program("records")?,
+        (None, "records") => build_bench_program("records")?,
         (None, _) => fetch::target_dir().join("dist/svc"),
     };
     ensure!(path.exists(), "{} does not exist: build it with `cargo xtask dist`", path.display());

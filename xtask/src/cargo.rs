@@ -1,7 +1,8 @@
 //! Runs cargo in the root of the workspace.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 
@@ -23,6 +24,16 @@ pub fn command(args: &[&str]) -> Command {
         }
     }
     command
+}
+
+/// The program of a package that only one command needs, so that the others do not compile it.
+pub fn program(package: &str) -> Command {
+    command(&["run", "--quiet", "--package", package, "--"])
+}
+
+/// Replaces this process, so that signals reach the program.
+pub fn become_program(mut program: Command) -> Result<ExitCode> {
+    Err(program.exec()).with_context(|| format!("start {program:?}"))
 }
 
 pub fn run(args: &[&str]) -> Result<()> {

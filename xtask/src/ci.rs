@@ -32,14 +32,12 @@ const REST_CHECKS: [Check; 5] = [
 /// Selects the packages that make up the product.
 const PRODUCT: &[&str] = &[
     "--workspace",
-    "--exclude",
-    "house",
-    "--exclude",
-    "kit",
-    "--exclude",
-    "xtask",
-    "--exclude",
-    "svc-libfuzzer",
+    "--exclude=bench",
+    "--exclude=house",
+    "--exclude=kit",
+    "--exclude=lab",
+    "--exclude=svc-libfuzzer",
+    "--exclude=xtask",
 ];
 
 /// Checks the packages of the product only, so that neither the tools nor the integration tests are compiled.

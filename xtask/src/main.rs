@@ -115,7 +115,7 @@ fn main() -> ExitCode {
         Command::Browser(args) => browser::run(args),
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
         Command::Dev { svc, dir, bundle } => dev(svc, dir, bundle.as_deref()),
-        Command::Lab { quick, only, svc } => lab(quick, only, svc),
+        Command::Lab { quick, only, svc } => lab(quick, &only, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Fuzz(args) => fuzz::run(&args),
@@ -181,19 +181,15 @@ fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Res
     Ok(ExitCode::SUCCESS)
 }
 
-fn lab(quick: bool, only: Vec<String>, svc: Option<PathBuf>) -> Result<ExitCode> {
-    let acts = match (quick, only.is_empty()) {
-        (true, _) => kit::lab::Acts::Quick,
-        (false, true) => kit::lab::Acts::Full,
-        (false, false) => kit::lab::Acts::only(only)?,
-    };
+fn lab(quick: bool, only: &[String], svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
         Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
         None => dist::up_to_date()?,
     };
-    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    let report = runtime.block_on(kit::lab::run(kit::lab::Options { svc, acts }))?;
-    Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let mut lab = cargo::program("lab");
+    lab.arg("--svc").arg(svc).args(quick.then_some("--quick"));
+    lab.args(only.iter().flat_map(|act| ["--only", act]));
+    cargo::become_program(lab)
 }
 
 fn resolve_svc(svc: Option<PathBuf>) -> Result<PathBuf> {

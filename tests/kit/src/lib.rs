@@ -14,12 +14,10 @@
 //! | [`heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the main scenario, run on all of these |
-//! | [`lab`] | the main scenario on virtual machines, with the checks that need a machine |
 //! | [`mod@bundle`] | host bundles, in their published form |
 //! | [`browser`] | browser tests of the web pages, in Chromium |
 //! | [`dev`] | the services of the story, kept running for a developer |
 //! | [`deb`] | the Debian packages, installed by dpkg in a separate root |
-//! | [`mod@bench`] | benchmarks against comparable software, in rounds |
 //! | [`checkers`] | linters for generated configuration |
 //! | [`long`] | measurements of the long tests, and their totals |
 //! | [`skip`] | tests that cannot run here, by name |
@@ -27,7 +25,6 @@
 //!
 //! The kit never links the product: it uses the product's public interfaces, as users do.
 
-pub mod bench;
 pub mod browser;
 pub mod bundle;
 pub mod ca;
@@ -39,7 +36,6 @@ pub mod disk;
 pub mod fetch;
 pub mod heads;
 pub mod idp;
-pub mod lab;
 pub mod long;
 pub mod moto;
 pub mod net;

@@ -6,8 +6,8 @@
 
 mod breakage;
 pub(crate) mod first_life;
-pub(crate) mod platform;
-pub(crate) mod program;
+mod platform;
+mod program;
 mod report;
 mod second_life;
 pub(crate) mod slot;
@@ -22,6 +22,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
 pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row};
+pub use self::platform::Platform;
+pub use self::program::Program;
 pub use self::report::{Report, Step, StepFailed};
 pub use self::second_life::{
     Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,

@@ -1,0 +1,171 @@
+//! Backup benchmark: `svc-db-backup` dumps, hashes, verifies the dump, uploads it and moves the pointer. Its peers dump
+//! to a file, or upload without verification.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::database;
+use super::figures::{PRODUCT, Spec, Tally, Target};
+use super::peers::s5cmd::S5cmd;
+use super::task::{self, RunStats};
+use super::vault::{BUCKET, Machine, Vault};
+use super::{Options, print_round};
+use kit::pg::PgServer;
+
+const WALL_TIME: &str = "one backup";
+const CPU: &str = "CPU time without the servers";
+const STORE_CPU: &str = "CPU time of the store";
+const DISK: &str = "written to disk";
+const LIMIT: &str = "pg_dump to a file";
+const PIPE: &str = "pg_dump | s5cmd pipe";
+
+const MEMORY: &str = "peak memory, database of 1.9 GB";
+/// Databases of other sizes, with their scales; memory must not grow with the size.
+const OTHER_SIZES: [(&str, u32); 3] = [
+    ("peak memory, database of 0.1 GB", 5),
+    ("peak memory, database of 1 GB", 53),
+    ("peak memory, database of 4 GB", 210),
+];
+
+pub const ROWS: [Spec; 10] = [
+    Spec { name: WALL_TIME, unit: "s", against: Some(LIMIT), target: Target::RatioAtMost(1.25) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(PIPE), target: Target::RatioAtMost(1.1) },
+    Spec { name: CPU, unit: "s", against: Some(LIMIT), target: Target::None },
+    Spec { name: CPU, unit: "s", against: Some(PIPE), target: Target::None },
+    Spec { name: STORE_CPU, unit: "s", against: Some(PIPE), target: Target::None },
+    Spec { name: OTHER_SIZES[0].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
+    Spec { name: OTHER_SIZES[1].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
+    Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(32.0) },
+    Spec { name: OTHER_SIZES[2].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
+    // Only the records of the run; no dump.
+    Spec { name: DISK, unit: "KiB", against: None, target: Target::AtMost(512.0) },
+];
+
+/// The cached database, the largest of the others, their WAL, the dumps of a few rounds, and a margin.
+const MIN_FREE_BYTES: u64 = 14 << 30;
+const TIMEOUT: Duration = Duration::from_secs(1800);
+/// Maximum growth of the machine's directory in one run, for its records.
+const MAX_RECORD_BYTES: u64 = 256 << 10;
+/// Maximum difference between two dumps of the same rows, whose headers contain the time.
+const MAX_SIZE_DIFFERENCE: u64 = 64 << 10;
+
+pub async fn measure(options: &Options) -> Result<Tally> {
+    let dir = database::run_dir(&options.out, MIN_FREE_BYTES)?;
+    let s5cmd = S5cmd::fetch()?;
+    let vault = Vault::open(dir.path())?;
+    let server = database::open_cached(&options.out).await?;
+    let testbed = Testbed::prepare(dir.path(), options, &vault, &server, database::SCALE)?;
+    let mut tally = Tally::default();
+    // Warms up: the first reads of the database would distort the first measurement.
+    let size = testbed.dump_to_file()?.1;
+    println!(
+        "  {} MB of database, {} MB of dump",
+        database::size_bytes(&server).await? / 1_000_000,
+        size / 1_000_000
+    );
+    for round in 0..options.rounds {
+        print_round(round, options.rounds);
+        // The order rotates, because each side finds the caches as the previous one left them.
+        for turn in 0..3 {
+            // Flush pending writes of the previous run.
+            nix::unistd::sync();
+            let (name, (stats, dumped)) = match (turn + round) % 3 {
+                0 => (PRODUCT, testbed.run_svc_backup()?),
+                1 => (LIMIT, testbed.dump_to_file()?),
+                _ => (PIPE, testbed.dump_to_store(&s5cmd)?),
+            };
+            ensure!(
+                dumped.abs_diff(size) <= MAX_SIZE_DIFFERENCE,
+                "{name} dumped {dumped} bytes, expected about {size}"
+            );
+            tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
+            tally.add(CPU, name, stats.cpu.as_secs_f64());
+            tally.add(STORE_CPU, name, stats.store_cpu.as_secs_f64());
+            if name == PRODUCT {
+                tally.add(MEMORY, PRODUCT, stats.peak_mib);
+                let written = stats.written.context("the kernel does not count written bytes")?;
+                tally.add(DISK, PRODUCT, written as f64 / 1024.0);
+            }
+        }
+    }
+    drop(server);
+    for (name, scale) in OTHER_SIZES {
+        println!("  {name}");
+        let dir = tempfile::tempdir_in(dir.path())?;
+        let server = database::create(dir.path(), scale).await?;
+        let (stats, _) = Testbed::prepare(dir.path(), options, &vault, &server, scale)?.run_svc_backup()?;
+        tally.add(name, PRODUCT, stats.peak_mib);
+        let (database, peak) = (database::size_bytes(&server).await?, stats.peak_mib);
+        println!("    {} MB of database: {peak:.1} MiB in {:.1?}", database / 1_000_000, stats.wall);
+    }
+    Ok(tally)
+}
+
+/// One database and the machine that backs it up. A run returns its statistics and the size of its dump, which is then
+/// deleted.
+struct Testbed<'a> {
+    dir: &'a Path,
+    svc: &'a Path,
+    vault: &'a Vault,
+    server: &'a PgServer,
+    scale: u32,
+    machine: Machine,
+}
+
+impl<'a> Testbed<'a> {
+    fn prepare(
+        dir: &'a Path,
+        options: &'a Options,
+        vault: &'a Vault,
+        server: &'a PgServer,
+        scale: u32,
+    ) -> Result<Self> {
+        let machine = Machine::new(dir, vault, server)?;
+        machine.open_gate()?;
+        Ok(Self { dir, svc: &options.svc, vault, server, scale, machine })
+    }
+
+    fn run_svc_backup(&self) -> Result<(RunStats, u64)> {
+        let (pointer_seq, before) = (self.vault.pointer_seq()?, self.machine.disk_bytes()?);
+        let stats = task::run(self.machine.command(self.svc, "svc-db-backup"), TIMEOUT)?;
+        let snapshot = self.vault.snapshot(pointer_seq, self.scale)?;
+        let leftover = self.machine.disk_bytes()?.saturating_sub(before);
+        ensure!(leftover <= MAX_RECORD_BYTES, "{leftover} bytes were left on the machine");
+        self.vault.purge(&self.vault.key(&snapshot));
+        Ok((stats, snapshot.size_bytes))
+    }
+
+    fn dump_to_file(&self) -> Result<(RunStats, u64)> {
+        let file = self.dir.join("limit.dump");
+        // Redirected by the shell, because `--file` would fsync.
+        let mut command = self.shell(r#""$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" >"$0""#);
+        command.arg(&file);
+        let stats = task::run(command, TIMEOUT)?;
+        let size = fs::metadata(&file)?.len();
+        fs::remove_file(&file)?;
+        Ok((stats, size))
+    }
+
+    fn dump_to_store(&self, s5cmd: &S5cmd) -> Result<(RunStats, u64)> {
+        const KEY: &str = "peer/database.dump";
+        let script = r#"set -o pipefail; "$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" | "$S5CMD" pipe "$0""#;
+        let mut command = self.shell(script);
+        command.arg(format!("s3://{BUCKET}/{KEY}")).envs(s5cmd.env(&self.vault.store));
+        let stats = task::run(command, TIMEOUT)?;
+        let size = self.vault.size(KEY).context("s5cmd stored no object")?;
+        self.vault.purge(KEY);
+        Ok((stats, size))
+    }
+
+    fn shell(&self, script: &str) -> Command {
+        let mut command = Command::new("bash");
+        command.args(["-c", script]).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
+        command.env("PG_DUMP", self.server.binaries().dir().join("pg_dump")).env("DATABASE", database::NAME);
+        database::set_connection_env(&mut command, self.server);
+        command
+    }
+}

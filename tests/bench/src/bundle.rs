@@ -1,0 +1,188 @@
+//! Bundle benchmark: `svc-update boot` downloads, hashes and unpacks in one pass. Its peers are shell tools that read
+//! the archive from memory. All write to a tmpfs, because disks vary too much.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+use tempfile::TempDir;
+
+use super::archive;
+use super::figures::{PRODUCT, Spec, Tally, Target};
+use super::peers::pigz;
+use super::{Options, print_round, task};
+use kit::child;
+
+const WALL_TIME: &str = "download, hash, unpack";
+const CPU: &str = "CPU time";
+const MEMORY: &str = "peak memory";
+const TWO_STEP: &str = "sha256sum -c && tar -xzf";
+const ONE_PASS: &str = "tee | sha256sum | pigz | tar";
+
+pub const ROWS: [Spec; 5] = [
+    Spec { name: WALL_TIME, unit: "s", against: Some(TWO_STEP), target: Target::RatioAtMost(0.5) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(ONE_PASS), target: Target::RatioAtMost(1.0) },
+    Spec { name: CPU, unit: "s", against: Some(TWO_STEP), target: Target::None },
+    Spec { name: CPU, unit: "s", against: Some(ONE_PASS), target: Target::None },
+    Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(16.0) },
+];
+
+const MEMORY_DIR: &str = "/dev/shm";
+/// The archive, two unpacked copies, and a margin.
+const MIN_FREE_BYTES: u64 = 2 << 30;
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+pub async fn measure(options: &Options) -> Result<Tally> {
+    let (svc, rounds, out) = (options.svc.clone(), options.rounds, options.out.clone());
+    tokio::task::spawn_blocking(move || run_rounds(&svc, rounds, &out)).await?
+}
+
+/// Name of a side, and its command for a target directory.
+type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
+
+fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
+    let (cached, digest) = archive::ensure(&out.join("archive"))?;
+    let dir = create_memory_dir()?;
+    let archive = dir.path().join("bundle.tar.gz");
+    fs::copy(&cached, &archive)?;
+    fs::write(dir.path().join("bundle.tar.gz.sha256"), format!("{digest}  bundle.tar.gz\n"))?;
+    let packed = fs::metadata(&archive)?.len() / 1_000_000;
+    println!("  {packed} MB, {} MB in {} files", archive::TOTAL_BYTES / 1_000_000, archive::FILE_COUNT);
+    let address = serve(fs::read(&archive)?)?;
+    let pigz = pigz::fetch()?.command();
+    let mut tally = Tally::default();
+    for round in 0..rounds {
+        print_round(round, rounds);
+        let sides: [Side<'_>; 3] = [
+            (PRODUCT, &|root| svc_command(svc, root, address, &digest)),
+            (TWO_STEP, &|into| {
+                shell(
+                    dir.path(),
+                    into,
+                    "sha256sum --quiet -c bundle.tar.gz.sha256 && tar -xzf bundle.tar.gz -C \"$0\"",
+                )
+            }),
+            (ONE_PASS, &|into| {
+                let mut command = shell(
+                    dir.path(),
+                    into,
+                    "set -o pipefail; tee >(sha256sum >\"$0/.sum\") <bundle.tar.gz | \"$UNPACKER\" -dc | tar -x -C \"$0\"",
+                );
+                command.env("UNPACKER", pigz.get_program());
+                command.envs(pigz.get_envs().filter_map(|(name, value)| Some((name, value?))));
+                command
+            }),
+        ];
+        // The order rotates, because each side finds the CPU caches as the previous one left them.
+        for at in 0..sides.len() {
+            let (name, command) = sides[(at + round as usize) % sides.len()];
+            let into = tempfile::tempdir_in(dir.path())?;
+            let stats = task::run(command(into.path()), TIMEOUT)?;
+            check_unpacked(into.path(), name == PRODUCT)?;
+            tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
+            tally.add(CPU, name, stats.cpu.as_secs_f64());
+            if name == PRODUCT {
+                tally.add(MEMORY, PRODUCT, stats.peak_mib);
+            }
+        }
+    }
+    Ok(tally)
+}
+
+fn create_memory_dir() -> Result<TempDir> {
+    let stats = statfs(MEMORY_DIR).with_context(|| format!("statfs {MEMORY_DIR}"))?;
+    ensure!(stats.filesystem_type() == TMPFS_MAGIC, "{MEMORY_DIR} is not a tmpfs");
+    let free = stats.blocks_available() * u64::try_from(stats.block_size())?;
+    ensure!(
+        free > MIN_FREE_BYTES,
+        "{MEMORY_DIR} has {} MiB free, {} are needed",
+        free >> 20,
+        MIN_FREE_BYTES >> 20
+    );
+    let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in(MEMORY_DIR)?;
+    child::remove_on_exit(dir.path());
+    Ok(dir)
+}
+
+fn svc_command(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Command {
+    let mut command = Command::new(svc);
+    command.args(["svc-update", "boot"]).env_clear();
+    let url = format!("http://{source}/svc-host-bundle.tar.gz");
+    for (name, value) in [
+        ("SVC_ROOT", &*root.display().to_string()),
+        ("SVC_HOST_BUNDLE_URL", &url),
+        ("SVC_BUNDLE_SHA256", digest),
+        ("SVC_IMAGE_VERSION", archive::VERSION),
+        ("SVC_MACHINE_ID", "019a0000-0000-7000-8000-000000000001"),
+        ("PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"),
+        ("UPGRADE_TOKEN", "of-nobody"),
+    ] {
+        command.env(name, value);
+    }
+    command
+}
+
+fn shell(dir: &Path, into: &Path, script: &str) -> Command {
+    let mut command = Command::new("bash");
+    command.args(["-c", script]).arg(into).current_dir(dir);
+    command
+}
+
+/// Verifies the number of files and bytes.
+fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
+    let root = if is_product { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
+    let (mut files, mut bytes, mut dirs) = (0, 0, vec![root]);
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(&dir).with_context(|| dir.display().to_string())? {
+            let entry = entry?;
+            let meta = entry.metadata()?;
+            if meta.is_dir() {
+                dirs.push(entry.path());
+            } else if !entry.file_name().as_encoded_bytes().starts_with(b".") {
+                files += 1;
+                bytes += meta.len();
+            }
+        }
+    }
+    ensure!(
+        files == archive::FILE_COUNT && bytes > archive::TOTAL_BYTES,
+        "{files} files, {bytes} bytes unpacked"
+    );
+    Ok(())
+}
+
+/// Serves `content` over plain HTTP; the cost of the platform's tunnel is negligible here.
+fn serve(content: Vec<u8>) -> Result<SocketAddr> {
+    let listener = TcpListener::bind(("127.0.0.1", 0))?;
+    let (address, content) = (listener.local_addr()?, Arc::new(content));
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let content = Arc::clone(&content);
+            // Errors of a disconnected client are irrelevant.
+            std::thread::spawn(move || respond(stream, &content).ok());
+        }
+    });
+    Ok(address)
+}
+
+fn respond(mut stream: TcpStream, content: &[u8]) -> Result<()> {
+    let mut request = Vec::new();
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        let mut piece = [0; 1024];
+        let read = stream.read(&mut piece)?;
+        ensure!(read > 0, "no request");
+        request.extend_from_slice(&piece[..read]);
+    }
+    let length = content.len();
+    let head = format!(
+        "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\netag: \"bench\"\r\nconnection: close\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes())?;
+    Ok(stream.write_all(content)?)
+}

@@ -1,0 +1,115 @@
+//! Footprint benchmark: idle memory, binary size, and start-up time.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Result;
+use serde_json::json;
+
+use super::figures::{PRODUCT, Spec, Tally, Target, median};
+use super::gateway::Machine;
+use super::peers::nginx::{Nginx, Upstreams};
+use super::process;
+use super::site::{Identity, Site};
+use super::{Options, mib, print_round, temp_dir};
+use kit::fetch::target_dir;
+use kit::net;
+use kit::pg::{PgBinaries, PgOptions, PgServer};
+
+const START: &str = "gateway: exec to listening, without its database";
+const BARE: &str = "gateway: idle memory, no app";
+const TWO: &str = "gateway: idle memory, two apps";
+const TEN: &str = "gateway: idle memory, ten apps";
+const PLATFORM: &str = "platform: idle memory";
+const SIZE: &str = "size of the binary";
+const NGINX: &str = "nginx";
+
+pub const ROWS: [Spec; 7] = [
+    Spec { name: START, unit: "ms", against: Some(NGINX), target: Target::AtMost(10.0) },
+    Spec { name: START, unit: "ms", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
+    Spec { name: BARE, unit: "MiB", against: Some(NGINX), target: Target::AtMost(12.0) },
+    Spec { name: TWO, unit: "MiB", against: None, target: Target::AtMost(20.0) },
+    Spec { name: TEN, unit: "MiB", against: None, target: Target::AtMost(20.0) },
+    Spec { name: PLATFORM, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
+    Spec { name: SIZE, unit: "MiB", against: None, target: Target::AtMost(25.0) },
+];
+
+/// Each start takes milliseconds.
+const STARTS_PER_ROUND: u32 = 7;
+/// Delay between the last request and the memory reading.
+const SETTLE_DELAY: Duration = Duration::from_millis(1500);
+
+pub async fn measure(options: &Options) -> Result<Tally> {
+    let dir = temp_dir()?;
+    let nginx = Nginx::fetch()?;
+    let pg = PgBinaries::locate_or_fetch(&target_dir())?;
+    let server = PgServer::start(&pg, PgOptions::default()).await?;
+    let mut site = Site::prepare(&options.svc, dir.path()).await?;
+    let upstream = Identity::fresh()?;
+    std::fs::write(dir.path().join("upstream.pem"), &upstream.cert_pem)?;
+    let unreachable_url = format!("postgres://svc:none@127.0.0.1:{}/svc", net::free_port()?);
+    let cold = Machine::new(&unreachable_url)?;
+    // The first start of a machine creates its certificate.
+    drop(cold.start(&options.svc)?);
+    let mut tally = Tally::default();
+    for round in 0..options.rounds {
+        print_round(round, options.rounds);
+        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+        for _ in 0..STARTS_PER_ROUND {
+            ours.push(millis(cold.start(&options.svc)?.started_in));
+            theirs.push(millis(start_nginx(&nginx, dir.path(), &site)?.started_in));
+        }
+        tally.add(START, PRODUCT, median(&ours).unwrap_or_default());
+        tally.add(START, NGINX, median(&theirs).unwrap_or_default());
+
+        for (name, apps) in [(BARE, 0), (TWO, 2), (TEN, 10)] {
+            let database = format!("svc_{round}_{apps}");
+            server.create_database(&database).await?;
+            tally.add(name, PRODUCT, idle_gateway(&options.svc, &server.url(&database), apps).await?);
+            server.drop_database(&database).await?;
+        }
+        site.start().await?;
+        let peer = start_nginx(&nginx, dir.path(), &site)?;
+        tokio::time::sleep(SETTLE_DELAY).await;
+        tally.add(PLATFORM, PRODUCT, process::memory(site.pid()?)?);
+        let theirs = process::memory(peer.process.pid())?;
+        tally.add(PLATFORM, NGINX, theirs);
+        tally.add(BARE, NGINX, theirs);
+        site.stop().await?;
+        tally.add(SIZE, PRODUCT, mib(&options.svc)?);
+    }
+    Ok(tally)
+}
+
+/// nginx with TLS on both sides, with an unreachable upstream.
+fn start_nginx(nginx: &Nginx, dir: &Path, site: &Site) -> Result<super::peers::nginx::RunningPeer> {
+    let unreachable = ([127, 0, 0, 1], 1).into();
+    let trusted = dir.join("upstream.pem");
+    nginx.router(
+        dir,
+        &site.router_pem,
+        &Upstreams { upstream: unreachable, websocket: unreachable, trusted: &trusted },
+    )
+}
+
+async fn idle_gateway(svc: &Path, database_url: &str, apps: usize) -> Result<f64> {
+    let machine = Machine::new(database_url)?;
+    for app in 0..apps {
+        let columns =
+            json!({ "title": "text", "body": "text", "done": "boolean", "rank": "bigint", "extra": "jsonb" });
+        let tables = json!({ "items": { "columns": columns.clone() }, "notes": { "columns": columns } });
+        machine.install_app(&format!("app{app}"), &tables)?;
+    }
+    let gateway = machine.start(svc)?;
+    gateway.wait_until_ready(&machine, apps).await?;
+    for app in 0..apps {
+        let find = json!({ "action": "find", "app": format!("app{app}"), "table": "items" });
+        gateway.query(&machine, &find.to_string()).await?;
+    }
+    tokio::time::sleep(SETTLE_DELAY).await;
+    process::memory(gateway.process.pid())
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}

@@ -1,0 +1,135 @@
+//! A gateway on its own directory, as on a user's machine, and the platform's key that signs its proofs.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use ring::rand::SystemRandom;
+use ring::signature::{Ed25519KeyPair, KeyPair};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::process::ServerProcess;
+use kit::net;
+
+const USER: &str = "user_bench";
+const READY_TIMEOUT: Duration = Duration::from_secs(30);
+const KEY_ID: &str = "bench";
+
+/// A machine's directory, on which a gateway can be started.
+pub struct Machine {
+    root: TempDir,
+    id: String,
+    key: Ed25519KeyPair,
+    database_url: String,
+}
+
+/// A running gateway.
+pub struct Gateway {
+    pub address: SocketAddr,
+    pub process: ServerProcess,
+    /// Time from exec to listening.
+    pub started_in: Duration,
+    client: reqwest::Client,
+}
+
+impl Machine {
+    pub fn new(database_url: &str) -> Result<Self> {
+        let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("randomness")?;
+        let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("a fresh key")?;
+        // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+        let root = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
+        kit::child::remove_on_exit(root.path());
+        let id = uuid::Uuid::now_v7().to_string();
+        Ok(Self { root, id, key, database_url: database_url.to_owned() })
+    }
+
+    /// Installs an app's manifest into the owner's apps folder.
+    pub fn install_app(&self, slug: &str, tables: &Value) -> Result<()> {
+        let dir = self.root.path().join("home/svc/home/apps").join(slug);
+        std::fs::create_dir_all(&dir)?;
+        let manifest = json!({ "name": slug, "slug": slug, "version": "1.0.0", "runtime": "static",
+            "build": { "output": "dist" }, "storage": { "tables": tables } });
+        Ok(std::fs::write(dir.join("svc.json"), manifest.to_string())?)
+    }
+
+    /// A proof for the owner, as signed by the platform's router; valid for a minute.
+    pub fn proof(&self) -> String {
+        let now = jiff::Timestamp::now().as_second();
+        let part = |value: Value| B64.encode(value.to_string());
+        let signed = format!(
+            "{}.{}",
+            part(json!({ "alg": "EdDSA", "typ": "JWT", "kid": KEY_ID })),
+            part(json!({ "iss": "svc-platform", "aud": self.id, "sub": USER, "handle": "ada",
+                "slot": "primary", "route": "shell", "iat": now, "exp": now + 60 }))
+        );
+        format!("{signed}.{}", B64.encode(self.key.sign(signed.as_bytes())))
+    }
+
+    pub fn start(&self, svc: &Path) -> Result<Gateway> {
+        let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
+        let keys = json!({ "keys": [{ "kid": KEY_ID, "x": B64.encode(self.key.public_key()) }] });
+        let mut command = Command::new(svc);
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        command.arg("svc-gateway").env_clear().env("PATH", path).env("SVC_ROOT", self.root.path());
+        command.envs([
+            ("SVC_MACHINE_ID", self.id.as_str()),
+            ("SVC_USER_ID", USER),
+            ("SVC_HANDLE", "ada"),
+            ("SVC_EPOCH", "1"),
+            ("SVC_PROOF_KEYS", &keys.to_string()),
+            ("DATABASE_URL", &self.database_url),
+            ("GATEWAY_LISTEN", &address.to_string()),
+        ]);
+        let (process, started_in) =
+            ServerProcess::start(command, address, &self.root.path().join("gateway.log"))?;
+        // Any certificate is accepted: pinning is measured with the router.
+        let client = reqwest::Client::builder()
+            .tls_danger_accept_invalid_certs(true)
+            .timeout(READY_TIMEOUT)
+            .no_proxy();
+        Ok(Gateway { address, process, started_in, client: client.build()? })
+    }
+}
+
+impl Gateway {
+    /// Waits until this many apps are ready.
+    pub async fn wait_until_ready(&self, machine: &Machine, apps: usize) -> Result<()> {
+        let deadline = Instant::now() + READY_TIMEOUT;
+        loop {
+            let request = self.client.get(format!("https://{}/api/apps", self.address));
+            let response = request.header("x-svc-proof", machine.proof()).send().await?;
+            let body = response.text().await?;
+            let listed: Value = serde_json::from_str(&body).unwrap_or_default();
+            let ready =
+                listed["apps"].as_array().into_iter().flatten().filter(|app| app["status"] == "ready");
+            if ready.count() == apps {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{apps} apps did not become ready: {body}\n{}",
+                self.process.log_tail()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub fn bridge_url(&self) -> String {
+        format!("https://{}/api/bridge/query", self.address)
+    }
+
+    /// Sends one query to the bridge; returns its response.
+    pub async fn query(&self, machine: &Machine, body: &str) -> Result<Value> {
+        let request = self.client.post(self.bridge_url()).header("content-type", "application/json");
+        let response = request.header("x-svc-proof", machine.proof()).body(body.to_owned()).send().await?;
+        let status = response.status();
+        let text = response.text().await?;
+        ensure!(status.is_success(), "{body}: {status}: {text}");
+        serde_json::from_str(&text).context("parse the bridge's response")
+    }
+}

@@ -1,0 +1,164 @@
+//! `cargo xtask bench`: measures the product, its peers and upper bounds in alternating rounds.
+//!
+//! The subject is the shipped static binary with everything that a user has enabled: TLS, sessions, proofs, validation,
+//! the app's role. Absolute figures depend on the machine; targets are ratios within one run where possible.
+
+mod archive;
+mod backup;
+mod bridge;
+mod bundle;
+mod database;
+mod echo;
+mod figures;
+mod footprint;
+mod gateway;
+mod peers;
+mod process;
+mod records;
+mod report;
+mod restore;
+mod router;
+mod site;
+mod task;
+mod vault;
+mod wire;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use tempfile::TempDir;
+
+use self::figures::{Spec, Tally};
+use self::report::Report;
+use kit::child;
+
+/// Area of measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Area {
+    Footprint,
+    Router,
+    Bridge,
+    Bundle,
+    Backup,
+    Restore,
+    Records,
+}
+
+impl Area {
+    pub const ALL: [Self; 7] = [
+        Self::Footprint,
+        Self::Router,
+        Self::Bridge,
+        Self::Bundle,
+        Self::Backup,
+        Self::Restore,
+        Self::Records,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Footprint => "footprint",
+            Self::Router => "router",
+            Self::Bridge => "bridge",
+            Self::Bundle => "bundle",
+            Self::Backup => "backup",
+            Self::Restore => "restore",
+            Self::Records => "records",
+        }
+    }
+}
+
+impl FromStr for Area {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let names = Self::ALL.map(Self::name).join(", ");
+        let found = Self::ALL.into_iter().find(|area| area.name() == text);
+        found.ok_or_else(|| format!("must be one of {names}"))
+    }
+}
+
+#[derive(Debug, Clone, Parser)]
+#[command(name = "cargo xtask bench")]
+struct Options {
+    #[arg(value_name = "AREA")]
+    area: Area,
+    /// Rounds per side
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=50))]
+    rounds: u32,
+    /// Seconds per load
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=60))]
+    seconds: u32,
+    /// The measured binary; for records, the program that links the measured code
+    #[arg(long, value_name = "PATH")]
+    svc: PathBuf,
+    /// Directory of `AREA.json`
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Fail if a target is missed
+    #[arg(long)]
+    strict: bool,
+}
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    let measured = tokio::runtime::Runtime::new()
+        .context("start a runtime")
+        .and_then(|runtime| runtime.block_on(run(options.area, &options)));
+    match measured {
+        Ok(report) if options.strict && !report.all_hold() => ExitCode::FAILURE,
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Measures an area, prints its table, and writes its JSON.
+///
+/// # Errors
+/// Fails if something could not be measured; a missed target is not an error.
+async fn run(area: Area, options: &Options) -> Result<Report> {
+    // The provider is installed once per process; a second measurement finds it installed.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let svc = options.svc.display();
+    println!("bench {}: {svc}, {} rounds, {} s per load", area.name(), options.rounds, options.seconds);
+    let (specs, tally): (&[Spec], Tally) = match area {
+        Area::Footprint => (&footprint::ROWS, footprint::measure(options).await?),
+        Area::Router => (&router::ROWS, router::measure(options).await?),
+        Area::Bridge => (&bridge::ROWS, bridge::measure(options).await?),
+        Area::Bundle => (&bundle::ROWS, bundle::measure(options).await?),
+        Area::Backup => (&backup::ROWS, backup::measure(options).await?),
+        Area::Restore => (&restore::ROWS, restore::measure(options).await?),
+        Area::Records => (&records::ROWS, records::measure(options).await?),
+    };
+    let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
+    let rows = specs.iter().map(row).collect::<Result<_>>()?;
+    let report = Report { area: area.name(), rounds: options.rounds, rows };
+    print!("{}", report.table());
+    let file = options.out.join(format!("{}.json", area.name()));
+    report.write(&file)?;
+    println!("{}", file.display());
+    Ok(report)
+}
+
+/// A temporary directory for sockets, logs and settings.
+fn temp_dir() -> Result<TempDir> {
+    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
+    child::remove_on_exit(dir.path());
+    Ok(dir)
+}
+
+fn print_round(round: u32, rounds: u32) {
+    println!("  round {} of {rounds}", round + 1);
+}
+
+fn mib(file: &Path) -> Result<f64> {
+    let size = std::fs::metadata(file).with_context(|| format!("stat {}", file.display()))?.len();
+    Ok(size as f64 / f64::from(1 << 20))
+}

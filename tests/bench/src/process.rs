@@ -1,0 +1,156 @@
+//! A server under measurement: start-up, CPU time, memory, and termination with all children.
+
+use std::fs::{self, File};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::{Pid, SysconfVar, sysconf};
+
+use kit::child::{self, AtExit};
+
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// Fine enough for a start of two milliseconds, at negligible load.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
+
+/// A server that is killed with its process group on drop.
+pub struct ServerProcess {
+    name: String,
+    child: Child,
+    log: PathBuf,
+}
+
+impl ServerProcess {
+    /// Starts a server in its own process group and waits until it accepts at `address`; also returns the time from
+    /// exec.
+    pub fn start(mut command: Command, address: SocketAddr, log: &Path) -> Result<(Self, Duration)> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let out = File::create(log).with_context(|| format!("create {}", log.display()))?;
+        command.process_group(0).stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
+        let started = Instant::now();
+        let child = command.spawn().with_context(|| format!("start {name}"))?;
+        child::kill_on_exit(child.id(), AtExit::KillGroup);
+        let mut running = Self { name, child, log: log.to_owned() };
+        loop {
+            if TcpStream::connect_timeout(&address, START_TIMEOUT).is_ok() {
+                return Ok((running, started.elapsed()));
+            }
+            if let Some(status) = running.child.try_wait()? {
+                bail!("{} exited during start-up ({status}):\n{}", running.name, running.log_tail());
+            }
+            if started.elapsed() > START_TIMEOUT {
+                bail!("{} does not listen on {address}:\n{}", running.name, running.log_tail());
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The last lines of the log.
+    pub fn log_tail(&self) -> String {
+        let text = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+}
+
+impl Drop for ServerProcess {
+    fn drop(&mut self) {
+        if let Ok(group) = i32::try_from(self.child.id()) {
+            killpg(Pid::from_raw(group), Signal::SIGKILL).ok();
+        }
+        self.child.wait().ok();
+        child::unregister(self.child.id());
+    }
+}
+
+/// CPU time of a process and its children.
+pub fn cpu(pid: u32) -> Result<Duration> {
+    let per_second = sysconf(SysconfVar::CLK_TCK)?.context("clock ticks")?;
+    let mut ticks = 0_u64;
+    for pid in family(pid) {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+        // The name is in parentheses and may contain anything; utime and stime are the 12th and 13th fields after it.
+        let (_, rest) = stat.rsplit_once(')').context("a line of /proc/pid/stat")?;
+        let fields: Vec<&str> = rest.split_whitespace().collect();
+        for field in [11, 12] {
+            ticks += fields.get(field).context("a time in /proc/pid/stat")?.parse::<u64>()?;
+        }
+    }
+    Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
+}
+
+/// Resident memory in MiB: RSS of a single process, or the sum of PSS of several, because RSS would count shared pages
+/// more than once.
+pub fn memory(pid: u32) -> Result<f64> {
+    let family = family(pid);
+    let kib = match family.as_slice() {
+        [single] => field(&format!("/proc/{single}/status"), "VmRSS:")?,
+        several => {
+            let mut sum = 0;
+            for pid in several {
+                sum += field(&format!("/proc/{pid}/smaps_rollup"), "Pss:")?;
+            }
+            sum
+        }
+    };
+    Ok(kib as f64 / 1024.0)
+}
+
+fn field(file: &str, name: &str) -> Result<u64> {
+    let text = fs::read_to_string(file).with_context(|| format!("read {file}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let number = line.and_then(|line| line.split_whitespace().next());
+    Ok(number.with_context(|| format!("no {name} in {file}"))?.parse()?)
+}
+
+/// A process and its direct children.
+fn family(pid: u32) -> Vec<u32> {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let children = children.split_whitespace().filter_map(|child| child.parse().ok());
+    std::iter::once(pid).chain(children).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_and_cpu_include_children() {
+        let mut sleep = Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("a shell");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while family(sleep.id()).len() < 2 {
+            assert!(Instant::now() < deadline, "no child");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let both = memory(sleep.id()).expect("memory");
+        assert!(both > 0.0 && both < 64.0, "{both} MiB");
+        assert!(cpu(sleep.id()).expect("time") < Duration::from_secs(5));
+        for child in family(sleep.id()).into_iter().rev() {
+            nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).expect("kill");
+        }
+        sleep.wait().expect("wait");
+        assert!(
+            cpu(std::process::id()).expect("own CPU time") > Duration::ZERO
+                || memory(std::process::id()).is_ok()
+        );
+    }
+
+    #[test]
+    fn start_reports_output_of_server_that_exits() {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "echo no such setting; exit 3"]);
+        let log = tempfile::NamedTempFile::new().expect("a file");
+        let address = ([127, 0, 0, 1], kit::net::free_port().expect("a port")).into();
+        let error = ServerProcess::start(command, address, log.path()).err().expect("it exited");
+        assert!(error.to_string().contains("no such setting"), "{error}");
+    }
+}

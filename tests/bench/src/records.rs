@@ -1,0 +1,91 @@
+//! Records benchmark: a separate program links the product and measures the real writer and book; the same program
+//! measures the upper bounds without them.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use super::figures::{PRODUCT, Spec, Tally, Target};
+use super::{Options, print_round};
+use kit::child;
+
+const EVENTS: &str = "events";
+const TWO_CALLERS: &str = "svc, two callers";
+
+pub const ROWS: [Spec; 22] = [
+    row(EVENTS, "1/s", Target::AtLeast(1_500_000.0)),
+    compared("block writes"),
+    compared("buffered, prepared"),
+    compared("one write(2) each"),
+    compared("write and fdatasync each"),
+    compared(TWO_CALLERS),
+    row("a caller at 10,000 a second, p50", "µs", Target::None),
+    row("a caller at 10,000 a second, p99", "µs", Target::AtMost(2.0)),
+    row("a caller at full load, p99", "µs", Target::AtMost(2.0)),
+    row("one of two callers at full load, p99", "µs", Target::None),
+    row("clock overhead, p99", "µs", Target::None),
+    row("a call that wakes the writer, p50", "µs", Target::None),
+    row("accepted but unwritten, peak", "MiB", Target::AtMost(16.0)),
+    row("lost with kill -9, age of the oldest", "ms", Target::AtMost(200.0)),
+    row("usage of 3 years: open", "ms", Target::None),
+    row("usage of 3 years: memory", "MiB", Target::None),
+    row("usage of 3 years: by day, p99", "ms", Target::AtMost(50.0)),
+    row("usage of 3 years: by week, p99", "ms", Target::AtMost(50.0)),
+    row("usage of 3 years: by month, p99", "ms", Target::AtMost(50.0)),
+    row("usage of 3 years: by model, p99", "ms", Target::AtMost(50.0)),
+    row("usage of 3 years: by user, p99", "ms", Target::AtMost(50.0)),
+    row("usage of 3 years: compaction", "ms", Target::None),
+];
+
+const TIMEOUT: Duration = Duration::from_secs(180);
+
+const fn row(name: &'static str, unit: &'static str, target: Target) -> Spec {
+    Spec { name, unit, against: None, target }
+}
+
+const fn compared(limit: &'static str) -> Spec {
+    Spec { name: EVENTS, unit: "1/s", against: Some(limit), target: Target::None }
+}
+
+#[derive(Deserialize)]
+struct Sample {
+    name: String,
+    whose: String,
+    value: f64,
+}
+
+pub async fn measure(options: &Options) -> Result<Tally> {
+    let options = options.clone();
+    tokio::task::spawn_blocking(move || run_rounds(&options)).await?
+}
+
+fn run_rounds(options: &Options) -> Result<Tally> {
+    std::fs::create_dir_all(&options.out)?;
+    let mut tally = Tally::default();
+    for round in 0..options.rounds {
+        print_round(round, options.rounds);
+        let dir = tempfile::Builder::new().prefix("records-").tempdir_in(&options.out)?;
+        child::remove_on_exit(dir.path());
+        for sample in run_round(&options.svc, dir.path(), options.seconds)? {
+            add(&mut tally, &sample);
+        }
+    }
+    Ok(tally)
+}
+
+fn run_round(program: &Path, dir: &Path, seconds: u32) -> Result<Vec<Sample>> {
+    let mut command = Command::new(program);
+    command.arg("round").arg(dir).arg(seconds.to_string());
+    let text = child::run(command, TIMEOUT)?;
+    text.lines().map(|line| serde_json::from_str(line).with_context(|| line.to_owned())).collect()
+}
+
+/// A figure without a row is ignored.
+fn add(tally: &mut Tally, sample: &Sample) {
+    let Some(spec) = ROWS.iter().find(|spec| spec.name == sample.name) else { return };
+    let side = ROWS.iter().filter_map(|spec| spec.against).find(|limit| *limit == sample.whose);
+    tally.add(spec.name, side.unwrap_or(PRODUCT), sample.value);
+}

@@ -1,0 +1,119 @@
+//! A program under measurement that runs to completion: wall time, CPU time, memory, and bytes written.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::signal::{Signal, killpg};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::unistd::Pid;
+
+use kit::child::{self, AtExit};
+
+/// For sampling memory, at negligible load; the end of the program is noticed at once.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Statistics of a run.
+pub struct RunStats {
+    pub wall: Duration,
+    /// CPU time of the program and its children.
+    pub cpu: Duration,
+    /// CPU time of this process during the run: that of the kit's servers which the program uses.
+    pub store_cpu: Duration,
+    /// Peak resident memory of the program, without its children.
+    pub peak_mib: f64,
+    /// Bytes that the program and its children wrote to disks, including deleted files; `None` if the kernel does not
+    /// count them.
+    pub written: Option<u64>,
+}
+
+/// Runs a program, which must succeed, as the leader of a process group that is killed after it.
+pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
+    let log = tempfile::NamedTempFile::new()?;
+    command.process_group(0).stdin(Stdio::null()).stdout(log.reopen()?).stderr(log.reopen()?);
+    let (before, own_before) = (cpu_time(UsageWho::RUSAGE_CHILDREN)?, cpu_time(UsageWho::RUSAGE_SELF)?);
+    let started = Instant::now();
+    let mut process = command.spawn()?;
+    child::kill_on_exit(process.id(), AtExit::KillGroup);
+    let group = Pid::from_raw(i32::try_from(process.id())?);
+    let proc_file = |file: &str| format!("/proc/{}/{file}", process.id());
+    let (status, io) = (proc_file("status"), proc_file("io"));
+    let (sender, receiver) = mpsc::channel();
+    // The process stays a zombie until `wait`: its kernel counters remain readable and its pid cannot be reused.
+    std::thread::spawn(move || {
+        let status = waitid(Id::Pid(group), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
+        // The receiver is gone if the wait was abandoned.
+        sender.send(status.map(|_| started.elapsed())).ok();
+    });
+    let mut peak_kib = 0;
+    let wall = loop {
+        match receiver.recv_timeout(POLL_INTERVAL) {
+            Ok(wall) => break wall,
+            Err(RecvTimeoutError::Disconnected) => bail!("the waiting thread has ended"),
+            // VmHWM is the kernel's high-water mark, so the last sample suffices.
+            Err(RecvTimeoutError::Timeout) => peak_kib = number_in(&status, "VmHWM:").unwrap_or(peak_kib),
+        }
+        if started.elapsed() > timeout {
+            killpg(group, Signal::SIGKILL).ok();
+        }
+    };
+    let written = number_in(&io, "write_bytes:");
+    // Kills remaining processes of a broken pipeline.
+    killpg(group, Signal::SIGKILL).ok();
+    let (exit, wall) = (process.wait()?, wall?);
+    child::unregister(process.id());
+    ensure!(exit.success(), "{exit} after {wall:.1?}: {}", fs::read_to_string(log.path())?);
+    Ok(RunStats {
+        wall,
+        cpu: cpu_time(UsageWho::RUSAGE_CHILDREN)?.saturating_sub(before),
+        store_cpu: cpu_time(UsageWho::RUSAGE_SELF)?.saturating_sub(own_before),
+        peak_mib: peak_kib as f64 / 1024.0,
+        written,
+    })
+}
+
+/// The number after a name in a file of `/proc`; `None` if it is missing or the process has ended.
+fn number_in(file: &str, name: &str) -> Option<u64> {
+    let text = fs::read_to_string(file).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// CPU time of this process, or of all its terminated descendants.
+fn cpu_time(who: UsageWho) -> Result<Duration> {
+    let usage = getrusage(who)?;
+    let micros = |time: nix::sys::time::TimeVal| {
+        Duration::from_micros((time.tv_sec() * 1_000_000 + time.tv_usec()).unsigned_abs())
+    };
+    Ok(micros(usage.user_time()) + micros(usage.system_time()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn run_measures_time_and_memory() {
+        let stats = run(shell("sleep 0.2; true"), Duration::from_secs(20)).expect("it succeeds");
+        assert!(stats.wall >= Duration::from_millis(200), "{:?}", stats.wall);
+        assert!(stats.peak_mib > 0.0 && stats.peak_mib < 64.0, "{} MiB", stats.peak_mib);
+    }
+
+    #[test]
+    fn run_fails_on_exit_code_and_timeout() {
+        let failed = run(shell("echo the reason >&2; exit 3"), Duration::from_secs(20)).err();
+        assert!(failed.expect("exit 3").to_string().contains("the reason"));
+        let late = run(shell("sleep 600 | cat"), Duration::from_millis(50)).err();
+        assert!(late.expect("too slow").to_string().contains("signal: 9"));
+    }
+}

@@ -1,0 +1,174 @@
+//! An object store, a machine in its own directory, and the results of `svc-db-backup` in the store.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use tempfile::TempDir;
+
+use super::database;
+use kit::pg::PgServer;
+use kit::s3::S3Server;
+
+pub const BUCKET: &str = "svc-bench";
+const USER: &str = "user_bench";
+const SLOT: &str = "primary";
+
+/// The store, which runs in this process and serves all sides.
+pub struct Vault {
+    pub store: S3Server,
+}
+
+/// A snapshot as recorded in the pointer.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Snapshot {
+    key: String,
+    pub size_bytes: u64,
+}
+
+#[derive(Deserialize)]
+struct Pointer {
+    seq: u64,
+    snapshot: Option<Snapshot>,
+}
+
+#[derive(Deserialize)]
+struct SideRecord {
+    tables: Vec<Table>,
+}
+
+#[derive(Deserialize)]
+struct Table {
+    name: String,
+    rows: u64,
+}
+
+impl Vault {
+    pub fn open(dir: &Path) -> Result<Self> {
+        let store = S3Server::start(dir)?;
+        store.create_bucket(BUCKET);
+        Ok(Self { store })
+    }
+
+    /// Sequence number of the pointer; 0 if there is none.
+    pub fn pointer_seq(&self) -> Result<u64> {
+        Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
+    }
+
+    /// Verifies the run after `before`: the pointer has moved once, the dump has the recorded size, every row is
+    /// recorded.
+    pub fn snapshot(&self, before: u64, scale: u32) -> Result<Snapshot> {
+        let pointer = self.pointer()?.context("there is no pointer")?;
+        ensure!(
+            pointer.seq == before + 1,
+            "the pointer moved {} times instead of once",
+            pointer.seq - before
+        );
+        let snapshot = pointer.snapshot.context("the pointer names no snapshot")?;
+        let key = self.key(&snapshot);
+        ensure!(self.size(&key) == Some(snapshot.size_bytes), "the size of {key} differs from the pointer");
+        let side: SideRecord = self.json(&format!("{key}.json"))?.context("there is no side record")?;
+        let recorded: Vec<(&str, u64)> = side.tables.iter().map(|table| (&*table.name, table.rows)).collect();
+        ensure!(
+            recorded == database::tables(scale),
+            "unexpected row counts in the side record: {recorded:?}"
+        );
+        ensure!(self.store.uploads(BUCKET).is_empty(), "an upload is incomplete");
+        Ok(snapshot)
+    }
+
+    pub fn key(&self, snapshot: &Snapshot) -> String {
+        format!("{USER}/{SLOT}/{}", snapshot.key)
+    }
+
+    pub fn size(&self, key: &str) -> Option<u64> {
+        self.store.objects(BUCKET, key).into_iter().find(|object| object.key == key).map(|object| object.size)
+    }
+
+    /// Deletes an object. The store keeps the previous content of a key, so it is overwritten first.
+    pub fn purge(&self, key: &str) {
+        self.store.write(BUCKET, key, "");
+        self.store.remove(BUCKET, key);
+    }
+
+    fn pointer(&self) -> Result<Option<Pointer>> {
+        self.json(&format!("{USER}/{SLOT}/system/db/latest"))
+    }
+
+    fn json<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
+        let text = self.store.read(BUCKET, key);
+        text.map(|text| serde_json::from_slice(&text).with_context(|| key.to_owned())).transpose()
+    }
+}
+
+/// A machine's directory, and the environment of its programs.
+pub struct Machine {
+    root: TempDir,
+    env: Vec<(String, String)>,
+}
+
+impl Machine {
+    /// The directory is empty: the gate is closed.
+    pub fn new(dir: &Path, vault: &Vault, server: &PgServer) -> Result<Self> {
+        let root = tempfile::Builder::new().prefix("machine-").tempdir_in(dir)?;
+        let own = [
+            ("PATH", std::env::var("PATH")?),
+            ("SVC_ROOT", root.path().display().to_string()),
+            ("SVC_MACHINE_ID", uuid::Uuid::now_v7().to_string()),
+            ("SVC_USER_ID", USER.to_owned()),
+            ("SVC_HANDLE", "ada".to_owned()),
+            ("SVC_SLOT", SLOT.to_owned()),
+            ("SVC_EPOCH", "1".to_owned()),
+            ("SVC_RESTORE_MODE", "required".to_owned()),
+            ("SVC_PG_BIN_DIR", server.binaries().dir().display().to_string()),
+            ("DATABASE_URL", server.url(database::NAME)),
+            ("TMPDIR", root.path().join("tmp").display().to_string()),
+        ];
+        fs::create_dir(root.path().join("tmp"))?;
+        let mut env = vault.store.env(BUCKET);
+        env.extend(own.map(|(name, value)| (name.to_owned(), value)));
+        Ok(Self { root, env })
+    }
+
+    /// Marks the machine as in use.
+    pub fn open_gate(&self) -> Result<()> {
+        let marker = self.marker();
+        fs::create_dir_all(marker.parent().context("a directory")?)?;
+        Ok(fs::write(marker, "")?)
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.marker().exists()
+    }
+
+    fn marker(&self) -> PathBuf {
+        self.root.path().join("opt/svc/restore-complete")
+    }
+
+    /// A program of the machine, with the environment from its unit.
+    pub fn command(&self, svc: &Path, applet: &str) -> Command {
+        let mut command = Command::new(svc);
+        command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    /// Total size of the files in its directory.
+    pub fn disk_bytes(&self) -> Result<u64> {
+        let (mut total, mut dirs) = (0, vec![self.root.path().to_owned()]);
+        while let Some(dir) = dirs.pop() {
+            for entry in fs::read_dir(&dir).with_context(|| dir.display().to_string())? {
+                let (entry, meta) = entry.and_then(|entry| entry.metadata().map(|meta| (entry, meta)))?;
+                if meta.is_dir() {
+                    dirs.push(entry.path());
+                } else {
+                    total += meta.len();
+                }
+            }
+        }
+        Ok(total)
+    }
+}

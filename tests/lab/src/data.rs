@@ -1,0 +1,151 @@
+//! The owner's data: a store outage during two backups, a table restored from an earlier snapshot, and everything as
+//! one archive.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::faults::{BACKUP, LONG_TIMEOUT, SHORT_TIMEOUT, verified_pointer, wait_until_served};
+use super::life::BOOT_TIMEOUT;
+use kit::s3::{Fault, Rule};
+use kit::story::{MachineRecord, Stack, eventually};
+
+/// Lists databases besides the owner's that the product has created.
+pub(super) const LIST_SIDE_DATABASES: &str = r#"
+url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
+PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 \
+  -U postgres -d svc -Atc "select datname from pg_database where datname ~ '^svc_'"
+"#;
+
+/// Two backups fail without a store. Exit code, record, metrics, doctor and fleet report it, and the pointer is
+/// unchanged.
+pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    let before = verified_pointer(stack)?;
+    let outage = stack.store.fault(Rule::new(Fault::Refuse).key("/system/db/").always());
+    for nth in 1..=2 {
+        let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
+        ensure!(!failed.status.success(), "backup {nth} succeeded without a store");
+    }
+    let code =
+        vm.run("systemctl show -P ExecMainStatus svc-db-backup.service", SHORT_TIMEOUT).await?.success()?;
+    ensure!(code.trim() == "69", "the backup exited with {}", code.trim());
+    let lines =
+        vm.run("tail -n 2 /home/svc/home/system/logs/backup.jsonl", SHORT_TIMEOUT).await?.success()?;
+    let failed = lines.lines().filter(|line| line.contains(r#""status":"error""#)).count();
+    ensure!(failed == 2, "backup.jsonl: {lines}");
+    let metrics = "curl -sS --unix-socket /run/svc/gateway/gateway.sock http://localhost/metrics | grep ^svc_backup_last_run_success";
+    let metrics = vm.run(metrics, SHORT_TIMEOUT).await?.success()?;
+    ensure!(metrics.trim().ends_with(" 0"), "/metrics: {metrics}");
+    let doctor = vm.run("/opt/svc/bin/svcctl doctor host", LONG_TIMEOUT).await?;
+    let is_backup_problem = |line: &str| line.split_whitespace().take(2).eq(["problem", "backup"]);
+    ensure!(doctor.stdout.lines().any(is_backup_problem), "doctor does not report it: {}", doctor.stdout);
+    eventually("the fleet reports it", BOOT_TIMEOUT, || check_fleet_attention(stack, true)).await?;
+    ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
+    let refused = outage.hits();
+    stack.store.heal();
+    verified_pointer(stack)?;
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
+    ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
+    eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
+    let detail = "two backups exited with 69; record, metrics, doctor and fleet report it, pointer unchanged";
+    Ok(((), format!("{detail}; {refused} calls refused; the next backup succeeded")))
+}
+
+async fn check_fleet_attention(stack: &Stack, expected: bool) -> Result<()> {
+    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
+    let attention = fleet["attention"].to_string();
+    ensure!(attention.contains("backup_failing") == expected, "the fleet's attention list is {attention}");
+    Ok(())
+}
+
+/// The owner deletes all notes, opens the last snapshot as a side database, and copies them back through the router.
+pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    const NOTES: &str = "app_notes.notes";
+    let vm = stack.provider.machine(&machine.server)?;
+    let rows = wait_until_served(stack).await?;
+    ensure!(!rows.is_empty(), "there are no rows; run the act `use` first");
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    let delete =
+        json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
+    stack.web.bridge(&stack.owner(), &delete).await?;
+    ensure!(stack.web.titles(&stack.owner()).await?.is_empty(), "some rows were not deleted");
+    call(stack, Method::POST, "", json!({})).await?;
+    let opened = wait_for_status(stack, "open").await?;
+    let tables = opened["tables"].to_string();
+    ensure!(tables.contains(NOTES), "the snapshot has {tables}");
+    call(stack, Method::POST, "/copy", json!({"tables": [NOTES]})).await?;
+    let copied = wait_for_status(stack, "open").await?["lastCopy"].clone();
+    ensure!(copied.get("error").is_none_or(Value::is_null), "{copied}");
+    let restored = stack.web.titles(&stack.owner()).await?;
+    ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
+    call(stack, Method::DELETE, "", Value::Null).await?;
+    wait_for_status(stack, "closed").await?;
+    let leftover = vm.run(LIST_SIDE_DATABASES, SHORT_TIMEOUT).await?.success()?;
+    ensure!(leftover.trim().is_empty(), "leftover databases: {leftover}");
+    let inserted = &copied["tables"][0]["inserted"];
+    Ok(((), format!("{} rows deleted; {inserted} restored from {}", rows.len(), opened["key"])))
+}
+
+async fn call(stack: &Stack, method: Method, path: &str, body: Value) -> Result<()> {
+    let request = stack.web.request(method, &format!("/api/side-database{path}")).bearer_auth(stack.owner());
+    let request = if body.is_null() { request } else { request.json(&body) };
+    let response = request.send().await?;
+    let (status, body) = (response.status(), response.text().await?);
+    ensure!(status == 202, "{path}: {status} {body}");
+    Ok(())
+}
+
+/// Waits until nothing is pending and the side database has this status.
+async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
+    eventually(&format!("the side database is {status}"), BOOT_TIMEOUT + Duration::from_secs(60), || async {
+        let request = stack.web.request(Method::GET, "/api/side-database").bearer_auth(stack.owner());
+        let state: Value = request.send().await?.error_for_status()?.json().await?;
+        ensure!(state["status"] != "failed", "{state}");
+        ensure!(state["status"] == status && state["pending"].is_null(), "it is {state}");
+        Ok(state)
+    })
+    .await
+}
+
+/// Exports everything as one archive and imports it on the same machine after a loss, as root on the machine.
+pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let rows = wait_until_served(stack).await?;
+    ensure!(!rows.is_empty(), "there are no rows; run the act `use` first");
+    let export = "install -d -o svc -g svc /home/svc/home/projects && echo mine >/home/svc/home/projects/file && \
+                  chown svc:svc /home/svc/home/projects/file && rm -f /var/backups/ada.tar && \
+                  /opt/svc/bin/svc-db-backup export --output /var/backups/ada.tar";
+    let exported = vm.run(export, LONG_TIMEOUT).await?.success().context("export")?;
+    vm.run("rm -r /home/svc/home/projects", SHORT_TIMEOUT).await?.success()?;
+    let delete =
+        json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
+    stack.web.bridge(&stack.owner(), &delete).await?;
+    let import = vm
+        .run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("import")?;
+    let restored = eventually("the rows are restored", BOOT_TIMEOUT, || async {
+        let restored = stack.web.titles(&stack.owner()).await?;
+        ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
+        Ok(restored)
+    })
+    .await?;
+    let inspect = "stat -c '%U:%G %n' /home/svc/home/projects/file /home/svc/home/system/logs; cat /home/svc/home/projects/file; \
+                systemctl --failed --no-legend; rm -rf /var/backups/ada.tar /home/svc/home/.before-import-* \
+                /home/svc/home/system/.before-import-*";
+    let report = vm.run(inspect, SHORT_TIMEOUT).await?.success()?;
+    let owners =
+        ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
+    ensure!(owners.iter().all(|line| report.contains(line)), "{report}");
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the import")?;
+    ensure!(import.contains("restarted svc-gateway"), "{import}");
+    Ok((
+        (),
+        format!("{}; {} rows and the files are restored with their owners", exported.trim(), restored.len()),
+    ))
+}

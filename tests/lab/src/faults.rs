@@ -1,0 +1,197 @@
+//! Faults of machines: a dead database, a full disk, a wrong clock, a power cut at a critical moment.
+//!
+//! After each, acknowledged data is intact, and the machine recovers without intervention.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use hex::encode;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use super::life::BOOT_TIMEOUT;
+use kit::story::{MachineRecord, Stack, eventually};
+
+pub(super) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(400);
+pub(super) const BACKUP: &str = "systemctl start svc-db-backup.service";
+const GATEWAY: &str = "systemctl show -P MainPID svc-gateway.service";
+const AFTER_TITLE: &str = "after the full disk";
+/// Large enough that its backup takes seconds.
+const CREATE_BALLAST: &str = r#"
+url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
+PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 -U postgres -d svc \
+  -c 'create table public.ballast as select g id, repeat(md5(random()::text), 8) t from generate_series(1, 400000) g'
+"#;
+
+/// Kills the database's container: the gateway keeps running, and serves again as soon as the database does.
+pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let before = stack.web.titles(&stack.owner()).await?;
+    let gateway = vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()?;
+    vm.run("podman kill --signal KILL svc-postgres", SHORT_TIMEOUT).await?.success()?;
+    let killed = Instant::now();
+    let after = wait_until_served(stack).await?;
+    let seconds = killed.elapsed().as_secs_f64();
+    ensure!(after == before, "there were {before:?}, now {after:?}");
+    ensure!(vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted, too");
+    Ok(((), format!("served after {seconds:.0} s by the same gateway; {} rows", after.len())))
+}
+
+/// Fills the disk: the gateway refuses writes and keeps running, and no acknowledged row is lost.
+pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    let pointer = verified_pointer(stack)?;
+    let gateway = vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()?;
+    // Allocates blocks without writing; the ones reserved for root are taken by writing.
+    let fill = "fallocate -l $(($(df --output=avail -B1 / | tail -n 1) - 65536)) /filler; dd if=/dev/zero of=/filler2 bs=1M status=none; sync; true";
+    vm.run(fill, LONG_TIMEOUT).await?.success()?;
+    let mut accepted = Vec::new();
+    let mut refused = None;
+    for nth in 0..400 {
+        let title = format!("full {nth:03}");
+        match insert_large(stack, &title).await? {
+            None => accepted.push(title),
+            Some(code) => {
+                refused = Some(code);
+                break;
+            }
+        }
+    }
+    let refused = refused.context("400 rows of 100 kB fit on a full disk")?;
+    ensure!(refused == "database_unavailable", "the gateway returned {refused}");
+    let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
+    let current = stack.slot.pointer(&stack.store)?;
+    ensure!(failed.status.success() || current == pointer, "a failed backup moved the pointer");
+    verified_pointer(stack)?;
+    vm.run("rm /filler /filler2 && sync", LONG_TIMEOUT).await?.success()?;
+    let after = wait_until_served(stack).await?;
+    ensure!(vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted");
+    let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
+    ensure!(lost.is_empty(), "acknowledged and lost: {lost:?}");
+    let owner = stack.owner();
+    eventually("a row can be added again", BOOT_TIMEOUT, || stack.web.insert(&owner, AFTER_TITLE)).await?;
+    for title in &accepted {
+        delete_note(stack, title).await?;
+    }
+    delete_note(stack, AFTER_TITLE).await?;
+    vm.run("systemctl reset-failed", SHORT_TIMEOUT).await?.success()?;
+    Ok((
+        (),
+        format!(
+            "{} rows accepted, then {refused}; after freeing space all are there, same gateway",
+            accepted.len()
+        ),
+    ))
+}
+
+/// Returns the gateway's problem code if it refuses.
+async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
+    let data = json!({"title": title, "body": "x".repeat(100_000), "pinned": false, "rank": 1});
+    let call = json!({"action": "insert", "app": "notes", "table": "notes", "data": data});
+    let response = stack
+        .web
+        .request(reqwest::Method::POST, "/api/bridge/query")
+        .bearer_auth(stack.owner())
+        .json(&call)
+        .send()
+        .await?;
+    if response.status().is_success() {
+        return Ok(None);
+    }
+    let problem: Value = response.json().await.context("parse the problem document")?;
+    Ok(Some(problem["code"].as_str().context("a problem without a code")?.to_owned()))
+}
+
+/// Moves the clock ahead and back: snapshots are ordered independently of it, and a store that rejects the time is
+/// reported.
+pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let seq = |pointer: &Value| pointer["seq"].as_u64().unwrap_or(0);
+    vm.run("systemctl stop systemd-timesyncd", SHORT_TIMEOUT).await?;
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    let first = verified_pointer(stack)?;
+    vm.run("date -s '+8 minutes'", SHORT_TIMEOUT).await?.success()?;
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("a backup eight minutes ahead")?;
+    let ahead = verified_pointer(stack)?;
+    ensure!(seq(&ahead) > seq(&first), "the pointer did not move: {first}");
+    vm.run("date -s '-8 minutes'", SHORT_TIMEOUT).await?.success()?;
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after moving the clock back")?;
+    let later = verified_pointer(stack)?;
+    ensure!(seq(&later) > seq(&ahead), "the pointer did not move: {later}");
+    vm.run("date -s '+1 day'", SHORT_TIMEOUT).await?.success()?;
+    let refused = vm.run(BACKUP, LONG_TIMEOUT).await?;
+    let journal = vm
+        .run("journalctl -u svc-db-backup.service -n 20 --no-pager -o cat", SHORT_TIMEOUT)
+        .await?
+        .success()?;
+    let doctor = vm.run("/opt/svc/bin/svcctl doctor host", LONG_TIMEOUT).await?;
+    vm.run("date -s '-1 day'", SHORT_TIMEOUT).await?.success()?;
+    ensure!(!refused.status.success(), "the store accepted a request from the future");
+    ensure!(journal.contains("timedatectl"), "the journal does not explain the failure: {journal}");
+    let is_clock_problem = |line: &str| line.split_whitespace().take(2).eq(["problem", "clock"]);
+    ensure!(doctor.stdout.lines().any(is_clock_problem), "doctor does not report it: {}", doctor.stdout);
+    ensure!(verified_pointer(stack)? == later, "a refused backup moved the pointer");
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup with the correct time")?;
+    wait_until_served(stack).await?;
+    let order = format!("{} → {} → {}", seq(&first), seq(&ahead), seq(&later));
+    Ok((
+        (),
+        format!(
+            "8 minutes ahead and back: pointer {order}; a day ahead: refused and reported by doctor; served"
+        ),
+    ))
+}
+
+/// Cuts the power during a dump: the pointer still names a complete snapshot, and the next backup works.
+pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    let before = verified_pointer(stack)?;
+    vm.run(CREATE_BALLAST, LONG_TIMEOUT).await?.success().context("create a large table")?;
+    let rows = stack.web.titles(&stack.owner()).await?;
+    let dumping = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
+    vm.run(dumping, LONG_TIMEOUT).await?.success().context("wait for pg_dump")?;
+    stack.provider.kill_server(&machine.server).await?;
+    let at_cut = verified_pointer(stack)?;
+    ensure!(at_cut == before, "the pointer moved before the dump was complete: {at_cut}");
+    stack.provider.switch_on(&machine.server)?;
+    let on_again = Instant::now();
+    let after = wait_until_served(stack).await?;
+    let seconds = on_again.elapsed().as_secs_f64();
+    ensure!(after == rows, "there were {rows:?}, now {after:?}");
+    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("the next backup")?;
+    let next = verified_pointer(stack)?;
+    ensure!(next["seq"].as_u64() > before["seq"].as_u64(), "the next backup did not move the pointer");
+    let size = next["snapshot"]["sizeBytes"].as_u64().unwrap_or(0) >> 20;
+    Ok((
+        (),
+        format!("served {seconds:.0} s after power-on, pointer unchanged; the next snapshot has {size} MiB"),
+    ))
+}
+
+/// The pointer, after checking the digest of its snapshot.
+pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
+    let pointer = stack.slot.pointer(&stack.store)?;
+    let key = pointer["snapshot"]["key"].as_str().with_context(|| format!("no snapshot in {pointer}"))?;
+    let sha256 = encode(Sha256::digest(stack.slot.read(&stack.store, key)?));
+    ensure!(pointer["snapshot"]["sha256"] == sha256.as_str(), "the digest of {key} differs from the pointer");
+    Ok(pointer)
+}
+
+/// Waits until the machine serves; returns the rows.
+pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
+    let owner = stack.owner();
+    eventually("the owner is served", BOOT_TIMEOUT, || stack.web.titles(&owner)).await
+}
+
+async fn delete_note(stack: &Stack, title: &str) -> Result<()> {
+    let filter = json!({"title": title});
+    let call = json!({"action": "delete", "app": "notes", "table": "notes", "filter": filter});
+    let deleted = stack.web.bridge(&stack.owner(), &call).await?;
+    if deleted["affected"] != 1 {
+        bail!("{} rows with title {title}", deleted["affected"]);
+    }
+    Ok(())
+}

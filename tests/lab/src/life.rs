@@ -1,0 +1,216 @@
+//! The story on virtual machines. Steps that do not inspect a machine's disk are shared with the demo.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::data::LIST_SIDE_DATABASES;
+use super::{invariants, release};
+use kit::bundle;
+use kit::pg::PgBinaries;
+use kit::s3::{Fault, Rule};
+use kit::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, Timeouts, USER, eventually};
+pub use kit::story::{
+    backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
+};
+
+/// From power-on to a serving gateway, under emulation.
+pub const BOOT_TIMEOUT: Duration = Duration::from_secs(400);
+pub const TIMEOUTS: Timeouts =
+    Timeouts { ready: Duration::from_secs(800), removal: Duration::from_secs(300) };
+const MARKER: &str = "stat -c %Y.%Z /var/lib/svc/restore-complete";
+const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
+
+pub async fn publish(stack: &Stack) -> Result<((), String)> {
+    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
+    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc, release::small).await?;
+    Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
+}
+
+/// A function that selects the parts of a bundle.
+type BundleParts = fn(&Path, &PgBinaries, &str, &Path) -> Result<bundle::Options>;
+
+/// Builds and publishes a bundle of these parts; returns its size in MiB.
+pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: BundleParts) -> Result<u64> {
+    let (svc, pg, dir) = (svc.to_owned(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
+    let (build_version, key) = (version.to_owned(), stack.signing_key.clone());
+    let build = move || {
+        let options = parts(&svc, &pg, &build_version, &dir)?;
+        bundle::build(&bundle::Options { signing_keys: vec![key], ..options })
+    };
+    let built = tokio::task::spawn_blocking(build).await??;
+    let dir = built.dir.display().to_string();
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.success()?;
+    Ok(built.size_bytes >> 20)
+}
+
+pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
+    let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=800"];
+    let run = stack.svcctl(&args).await?.success()?;
+    let machine = MachineRecord::read(&run.stdout)?;
+    ensure!(machine.status == "running" && machine.epoch == 1, "the machine is {machine:?}");
+    Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
+}
+
+/// Reboots the machine: everything is there, and nothing is restored.
+pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let timeout = Duration::from_secs(60);
+    let (boot, marker) =
+        (vm.run(BOOT_ID, timeout).await?.success()?, vm.run(MARKER, timeout).await?.success()?);
+    let before = stack.web.titles(&stack.owner()).await?;
+    // SSH disconnects before it can return a status.
+    vm.run("systemctl reboot", timeout).await.ok();
+    let started = std::time::Instant::now();
+    eventually("the machine reboots", BOOT_TIMEOUT, || async {
+        let boot_id = vm.run(BOOT_ID, Duration::from_secs(30)).await?.success()?;
+        ensure!(boot_id != boot, "it has not rebooted yet");
+        Ok(())
+    })
+    .await?;
+    let owner = stack.owner();
+    let after = eventually("the rows after the reboot", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
+    let seconds = started.elapsed().as_secs_f64();
+    ensure!(after == before, "there were {before:?}, now {after:?}");
+    ensure!(vm.run(MARKER, timeout).await?.success()? == marker, "the machine was restored again");
+    Ok(((), format!("served {seconds:.0} s after the reboot; {} rows, nothing restored", after.len())))
+}
+
+/// The server dies and disappears from the provider.
+pub async fn lose_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    invariants::save_journal(stack, machine).await;
+    stack.provider.vanish_server(&machine.server).await?;
+    ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
+    Ok(((), "power cut, and no server at the provider".to_owned()))
+}
+
+pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRecord, String)> {
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?.success()?;
+    let second = MachineRecord::read(&run.stdout)?;
+    ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
+    ensure!(second.epoch > first.epoch, "its epoch is {}", second.epoch);
+    let vm = stack.provider.machine(&second.server)?;
+    let marker = vm.run(MARKER, Duration::from_secs(60)).await?.success().context("read the marker")?;
+    ensure!(!marker.trim().is_empty(), "the marker is empty");
+    Ok((second.clone(), format!("machine {} is running, epoch {}, restored", second.id, second.epoch)))
+}
+
+/// Powers on the first machine: once it learns that it is replaced, it stops serving and cannot back up.
+pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&first.server)?;
+    let pointer = || stack.slot.pointer(&stack.store);
+    let (before, timeout) = (pointer()?, Duration::from_secs(60));
+    vm.switch_on_at_previous_size()?;
+    eventually("the old machine learns that it is replaced", BOOT_TIMEOUT, || async {
+        vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.success().map(drop)
+    })
+    .await?;
+    eventually("the old machine's gateway stops", Duration::from_secs(60), || async {
+        let state = vm.run("systemctl show -P ActiveState svc-gateway.service", timeout).await?.success()?;
+        ensure!(state.trim() == "inactive", "it is {}", state.trim());
+        Ok(())
+    })
+    .await?;
+    let backup = vm.run("systemctl start svc-db-backup.service", timeout).await?;
+    ensure!(!backup.status.success(), "a replaced machine's backup was not refused");
+    let journal =
+        vm.run("journalctl -b -u svc-db-backup.service -n 20 -o cat --no-pager", timeout).await?.success()?;
+    ensure!(journal.contains("replaced"), "the backup failed for another reason: {journal}");
+    let state = "systemctl show -P ActiveState svc-gateway.service; ss -Hltn sport = 443";
+    let state = vm.run(state, timeout).await?.success()?;
+    ensure!(state.trim() == "inactive", "the gateway is running again: {state}");
+    ensure!(pointer()? == before, "the pointer moved: {}", pointer()?);
+    vm.save_journal().await.ok();
+    vm.cut();
+    Ok(((), "superseded: its gateway stops and stays stopped, its backup is refused".to_owned()))
+}
+
+/// Runs the units that verify snapshots: the latest is restored on trial and re-read, and both results reach the fleet.
+pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let (timeout, long_timeout) = (Duration::from_secs(60), Duration::from_secs(400));
+    for unit in ["svc-db-drill.service", "svc-db-verify.service"] {
+        vm.run(&format!("systemctl start {unit}"), long_timeout).await?.success().context(unit)?;
+    }
+    let latest = "/opt/svc/bin/svc-db-backup verify --latest";
+    let verify = format!("systemd-run --wait --pipe -q -p User=svc-gateway -p Group=svc-gateway {latest}");
+    let output = vm.run(&verify, long_timeout).await?.success().context("verify --latest")?;
+    let checks = eventually("both results reach the fleet", BOOT_TIMEOUT, || async {
+        let run = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?;
+        let record: serde_json::Value = run.json()?;
+        let checks = record["checks"].clone();
+        let both = ["drill", "verify"].iter().all(|kind| checks[*kind]["status"] == "success");
+        ensure!(both, "the record has {checks}");
+        Ok(checks)
+    })
+    .await?;
+    let leftover =
+        vm.run(&format!("set -e\n{LIST_SIDE_DATABASES}\nls /var/lib/svc/drill"), timeout).await?.success()?;
+    ensure!(leftover.trim() == "lock", "leftover of a drill: {leftover}");
+    Ok(((), format!("{} restored on trial; {}", checks["drill"]["key"], output.trim())))
+}
+
+/// Resizes the machine: the same disk with the same data, more cores and memory.
+pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let timeout = Duration::from_secs(60);
+    let identity = format!("cat /etc/machine-id; {MARKER}");
+    let size = "nproc; awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo";
+    let (same, small) =
+        (vm.run(&identity, timeout).await?.success()?, vm.run(size, timeout).await?.success()?);
+    let before = stack.web.titles(&stack.owner()).await?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
+    let run = stack.svcctl(&["--json", "resize", HANDLE, "cpx32", "--yes", "--wait=800"]).await?.success()?;
+    let record: serde_json::Value = run.json()?;
+    ensure!(record["status"] == "running" && record["serverType"] == "cpx32", "the record is {record}");
+    let owner = stack.owner();
+    let after = eventually("the rows after the resize", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
+    ensure!(after == before, "there were {before:?}, now {after:?}");
+    let large = vm.run(size, timeout).await?.success()?;
+    ensure!(
+        vm.run(&identity, timeout).await?.success()? == same,
+        "another disk, or the machine was restored again"
+    );
+    ensure!(large != small, "the size is still {small}");
+    let describe = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" cores, ") + " MiB";
+    Ok((
+        (),
+        format!(
+            "{} to {}; same disk, {} rows, nothing restored",
+            describe(small),
+            describe(large),
+            after.len()
+        ),
+    ))
+}
+
+/// The store returns damaged snapshots: the gate stays closed, and the platform reports the failed stage. With a
+/// healthy store, the next recovery works.
+pub async fn refuse_damaged_restore(stack: &Stack) -> Result<((), String)> {
+    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
+    ensure!(run.code != Some(0), "a damaged snapshot was restored: {}", run.stdout);
+    let record: serde_json::Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
+    ensure!(
+        record["status"] == "failed",
+        "svcctl recover: {}{}; the record is {record}",
+        run.stdout,
+        run.stderr
+    );
+    let failure = &record["failure"];
+    ensure!(failure["cause"] == "boot_reported" && failure["stage"] == "restore", "the failure is {failure}");
+    let id = record["machineId"].as_str().context("no machineId")?;
+    let vm = stack.provider.machine(&format!("svc-{id}"))?;
+    let units = "systemctl show -P ActiveState svc-restore.service svc-gateway.service; test -e /opt/svc/restore-complete && echo open || echo shut";
+    let output = vm.run_when_reachable(units, BOOT_TIMEOUT).await?.success()?;
+    let states: Vec<&str> = output.split_whitespace().collect();
+    ensure!(states == ["failed", "inactive", "shut"], "svc-restore, svc-gateway and the gate are {states:?}");
+    vm.save_journal().await.ok();
+    stack.store.heal();
+    Ok((
+        (),
+        "svc-restore failed, gateway not started, gate closed; the platform shows failed at restore"
+            .to_owned(),
+    ))
+}

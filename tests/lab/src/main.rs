@@ -1,0 +1,166 @@
+//! The lab: the main scenario on real machines, and checks that need them. Debian in QEMU, provisioned by cloud-init,
+//! run by systemd, with the database in a container.
+//!
+//! It uses the interfaces of an operator: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
+//! journals are stored below `target/lab`, in a directory per machine.
+
+mod acts;
+mod agent;
+mod data;
+mod faults;
+mod invariants;
+mod life;
+mod packages;
+mod release;
+mod stages;
+mod updates;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
+
+use self::acts::{Acts, LabAct, SlotMachines};
+use kit::child;
+use kit::fetch::target_dir;
+use kit::pg::PgBinaries;
+use kit::provider::MachineSettings;
+use kit::story::{HostBackend, Report, RouterTransport, Stack, StepFailed};
+use kit::vm::{Accel, Image};
+
+/// Long enough for emulation on a busy machine.
+const STEP_TIMEOUT: Duration = Duration::from_secs(1800);
+
+#[derive(Parser)]
+#[command(name = "cargo xtask lab")]
+struct Args {
+    /// Run only provision, register, bridge, backup, reboot and recover
+    #[arg(long)]
+    quick: bool,
+    /// Run only these acts, on a freshly provisioned machine: `--only update,bad-update`
+    #[arg(long, value_name = "ACT", value_delimiter = ',', conflicts_with = "quick")]
+    only: Vec<String>,
+    /// The binary for the platform, `svcctl` and the machines
+    #[arg(long, value_name = "PATH")]
+    svc: PathBuf,
+}
+
+fn main() -> ExitCode {
+    let result = Args::parse().run();
+    result.unwrap_or_else(|error| {
+        eprintln!("lab: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+impl Args {
+    fn run(self) -> Result<ExitCode> {
+        let acts = match (self.quick, self.only.is_empty()) {
+            (true, _) => Acts::Quick,
+            (false, true) => Acts::Full,
+            (false, false) => Acts::only(self.only)?,
+        };
+        let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+        let report = runtime.block_on(run(&self.svc, &acts))?;
+        Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}
+
+/// Runs all steps, or until one fails; no machine is running when this returns.
+///
+/// # Errors
+/// Fails if it cannot start: no root, no QEMU, no image.
+async fn run(svc: &Path, acts: &Acts) -> Result<Report> {
+    let acts = acts.selected();
+    let mut report = Report::with_timeout("lab", STEP_TIMEOUT);
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
+    child::remove_on_exit(sockets.path());
+    let dir = target_dir().join("lab");
+    fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    // Only one at a time: concurrent runs would delete each other's disks.
+    let lock = fs::File::create(dir.join("lock"))?;
+    lock.try_lock().context("another lab is running in this target directory")?;
+    let machines = dir.join("machines");
+    // Deletes disks of gigabytes, and logs of an earlier run.
+    fs::remove_dir_all(&machines).ok();
+    fs::create_dir_all(&machines).with_context(|| format!("create {}", machines.display()))?;
+    let outcome = tokio::select! {
+        result = run_all(&mut report, svc, &acts, &machines, sockets.path()) => Some(result.is_ok()),
+        _ = terminate.recv() => None,
+        _ = interrupt.recv() => None,
+    };
+    report.ok = outcome == Some(true);
+    remove_disks(&machines);
+    println!("{}", report.summary());
+    println!("consoles and journals: {}", machines.display());
+    report.write(&dir.join("report.json"))?;
+    Ok(report)
+}
+
+async fn run_all(
+    report: &mut Report,
+    svc: &Path,
+    acts: &[&LabAct],
+    machines: &Path,
+    sockets: &Path,
+) -> Result<(), StepFailed> {
+    let (image, accel) =
+        report.step("image", build_image(acts.iter().any(|act| act.name == "full-release"))).await?;
+    let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
+    let backend = HostBackend::Machines(settings);
+    let stack = Stack::start_on(svc, sockets, RouterTransport::Tls, backend, &[]);
+    let stack = report.step("stack", stack).await?;
+    let result = run_acts(report, acts, &stack).await;
+    if result.is_err() {
+        stack.print_logs();
+    }
+    invariants::save_journals(&stack, machines).await;
+    stack.stop().await;
+    result
+}
+
+async fn build_image(with_full_release: bool) -> Result<((Image, Accel), String)> {
+    let built = tokio::task::spawn_blocking(move || {
+        if with_full_release {
+            release::prepare()?;
+        }
+        let image = Image::build_or_reuse(&target_dir(), &PgBinaries::locate_or_fetch(&target_dir())?)?;
+        let accel = Accel::probe(&image)?;
+        Ok::<_, anyhow::Error>((image, accel))
+    });
+    let (image, accel) = built.await??;
+    let accel_name = match accel {
+        Accel::Kvm => "KVM",
+        Accel::Tcg => "emulation: /dev/kvm is missing or unusable",
+    };
+    Ok(((image, accel), format!("Debian with podman and PostgreSQL 16; {accel_name}")))
+}
+
+async fn run_acts(report: &mut Report, acts: &[&LabAct], stack: &Stack) -> Result<(), StepFailed> {
+    report.step("publish", life::publish(stack)).await?;
+    let first = report.step("provision", life::provision(stack)).await?;
+    let mut slot_machines = SlotMachines { current: first.clone(), first };
+    for act in acts {
+        report.step(act.name, (act.run)(stack, &mut slot_machines)).await?;
+    }
+    invariants::save_journal(stack, &slot_machines.current).await;
+    report.step("delete", life::delete(stack, &slot_machines.current)).await?;
+    report.step("gone", life::check_owner_gets_503(stack)).await
+}
+
+/// Deletes large files; the logs remain.
+fn remove_disks(machines: &Path) {
+    for machine in fs::read_dir(machines).into_iter().flatten().flatten() {
+        fs::remove_file(machine.path().join("disk.qcow2")).ok();
+        fs::remove_file(machine.path().join("seed.iso")).ok();
+        // It contains credentials.
+        fs::remove_file(machine.path().join("user-data")).ok();
+    }
+}

@@ -1,0 +1,202 @@
+//! The packages on a real systemd: their units start, run confined, and stop.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::faults::wait_until_served;
+use kit::deb;
+use kit::story::{MachineRecord, Stack, eventually};
+use kit::vm::{HOST_FROM_GUEST, Machine};
+
+const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(400);
+const API: &str = "127.0.0.1:9701";
+const ROUTER: &str = "127.0.0.1:9702";
+const READY: &str = "curl -sS --max-time 10 http://127.0.0.1:9701/readyz/control";
+const PLATFORM_PID: &str = "systemctl show -P MainPID svc-platform.service";
+const GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
+const RUN_CONTAINER: &str = "podman run --detach --name svc-platform --network host --read-only --cap-drop all \
+                             --volume /etc/svc/platform.env:/etc/svc/platform.env:ro localhost/svc-platform";
+/// Removes the release and the units; keeps cloud-init's files and the machine's state.
+const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; systemctl stop 'svc-*' && \
+                    rm -r /opt/svc/releases /opt/svc/current /opt/svc/bin /opt/svc/app /opt/svc/runtime \
+                    /etc/sysusers.d/svc.conf /etc/tmpfiles.d/svc.conf && \
+                    find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
+                    systemctl daemon-reload";
+
+/// Installs the platform's package as in docs/operating/install.md, as an additional process of the lab's platform: it becomes ready,
+/// passes its doctor, restarts after a kill, stops and is purged.
+pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)
+        .await?;
+    vm.run("dpkg -i /var/tmp/svc-platform.deb", LONG_TIMEOUT).await?.success()?;
+    let install =
+        "install -o root -g svc-platform -m 0640 /etc/svc/platform.env.example /etc/svc/platform.env";
+    vm.run(install, SHORT_TIMEOUT).await?.success()?;
+    let settings = stack.dir.join("platform-on-machine.env");
+    fs::write(&settings, platform_settings(stack))?;
+    vm.upload(&settings, "/etc/svc/platform.env", SHORT_TIMEOUT).await?;
+
+    vm.run("systemctl enable --now svc-platform.service", LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("start the platform")?;
+    let ready = async || {
+        let body = vm.run(READY, SHORT_TIMEOUT).await?.success()?;
+        ensure!(body.contains("\"database\":\"ok\""), "/readyz/control: {body}");
+        Ok(())
+    };
+    eventually("the packaged platform is ready", LONG_TIMEOUT, ready).await?;
+    let user = vm
+        .run("ps -o user= -p $(systemctl show -P MainPID svc-platform.service)", SHORT_TIMEOUT)
+        .await?
+        .success()?;
+    ensure!(user.trim().starts_with("svc-plat"), "the platform runs as {}", user.trim());
+    let doctor = vm.run("/usr/bin/svcctl doctor platform", LONG_TIMEOUT).await?;
+    ensure!(doctor.status.success(), "doctor failed: {}{}", doctor.stdout, doctor.stderr);
+    let lines = doctor.stdout.lines().filter(|line| line.starts_with("ok")).count();
+
+    let first = vm.run(PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
+    vm.run(&format!("kill -9 {}", first.trim()), SHORT_TIMEOUT).await?.success()?;
+    eventually("the packaged platform has restarted", LONG_TIMEOUT, async || {
+        let second = vm.run(PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
+        ensure!(second != first && second.trim() != "0", "its pid is {}", second.trim());
+        ready().await
+    })
+    .await?;
+    let stopped = "systemctl stop svc-platform && systemctl show -P Result svc-platform.service";
+    let stopped = vm.run(stopped, LONG_TIMEOUT).await?.success()?;
+    ensure!(stopped.trim() == "success", "the result after stopping is {}", stopped.trim());
+    vm.run("dpkg --purge svc-platform && rm /var/tmp/svc-platform.deb && ! systemctl cat svc-platform.service 2>/dev/null", LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("purge the package")?;
+    let in_container = check_container(&vm).await.context("in a container")?;
+    Ok((
+        (),
+        format!(
+            "ready as svc-platform under its unit, {lines} checks of doctor ok, restarted after a kill, purged; {in_container}"
+        ),
+    ))
+}
+
+/// Runs the same platform from the container recipe, with nothing but its settings: it becomes healthy, and stops when
+/// signalled.
+async fn check_container(vm: &Machine) -> Result<String> {
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");
+    vm.run("mkdir -p /var/tmp/image && cp /opt/svc/current/bin/svc /var/tmp/image/svc", SHORT_TIMEOUT)
+        .await?
+        .success()?;
+    vm.upload(&recipe, "/var/tmp/Containerfile", SHORT_TIMEOUT).await?;
+    let build = "podman build --format docker -f /var/tmp/Containerfile -t svc-platform /var/tmp/image";
+    vm.run(build, LONG_TIMEOUT).await?.success().context("build the image")?;
+    vm.run(&format!("chown 65532 /etc/svc/platform.env && {RUN_CONTAINER}"), LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("run the container")?;
+    let healthy = eventually("the container is healthy", LONG_TIMEOUT, async || {
+        vm.run(
+            "podman healthcheck run svc-platform || { podman logs svc-platform >&2; exit 1; }",
+            LONG_TIMEOUT,
+        )
+        .await?
+        .success()
+    });
+    healthy.await?;
+    let stop = "podman stop --time 30 svc-platform && podman inspect -f '{{.State.ExitCode}}' svc-platform";
+    let exit_code = vm.run(stop, LONG_TIMEOUT).await?.success()?;
+    ensure!(exit_code.trim().ends_with("\n0"), "the container's exit code is {exit_code}");
+    vm.run(
+        "podman rm svc-platform; podman rmi svc-platform; rm -r /var/tmp/image /var/tmp/Containerfile",
+        LONG_TIMEOUT,
+    )
+    .await?
+    .success()
+    .context("remove the container")?;
+    Ok("the same in a container, read-only and without capabilities".to_owned())
+}
+
+/// Installs the host's package on a provisioned machine without release and units: it installs both, and its removal
+/// stops everything it started and keeps the owner's data.
+pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let before = stack.web.titles(&stack.owner()).await?;
+    vm.run(REMOVE_RELEASE_AND_UNITS, LONG_TIMEOUT).await?.success().context("remove release and units")?;
+    vm.upload(&build_package(stack, "svc-host").await?, "/var/tmp/svc-host.deb", LONG_TIMEOUT).await?;
+    let output = vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT).await?.success()?;
+    ensure!(!output.contains("not provisioned"), "the package reports an unprovisioned machine: {output}");
+    vm.run("/usr/lib/svc/svc svc-update boot", LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("install the release")?;
+    let started = Instant::now();
+    vm.run("systemctl enable --now svc.target", LONG_TIMEOUT).await?.success().context("start the host")?;
+    let after = wait_until_served(stack).await?;
+    let seconds = started.elapsed().as_secs_f64();
+    ensure!(after == before, "there were {before:?}, now {after:?}");
+    eventually("doctor reports no problem", LONG_TIMEOUT, async || {
+        let doctor = vm.run("/usr/bin/svcctl doctor host", LONG_TIMEOUT).await?;
+        ensure!(doctor.status.success(), "doctor failed: {}{}", doctor.stdout, doctor.stderr);
+        Ok(())
+    })
+    .await?;
+
+    let gateway = vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
+    vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("reinstall the package")?;
+    ensure!(
+        vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        "an upgrade of the package restarted the gateway"
+    );
+    let files = "find /home/svc /var/lib/svc/tls /opt/svc/env -type f | wc -l; podman volume ls -q";
+    let before_purge = vm.run(files, SHORT_TIMEOUT).await?.success()?;
+    vm.run("dpkg --purge svc-host && rm /var/tmp/svc-host.deb", LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("purge the package")?;
+    let running =
+        "systemctl list-units --no-legend --state=active,activating 'svc*'; ss -Hltn 'sport = :443'";
+    let running = vm.run(running, SHORT_TIMEOUT).await?.success()?;
+    ensure!(running.trim().is_empty(), "still running after the purge: {running}");
+    let kept = vm.run(files, SHORT_TIMEOUT).await?.success()?;
+    ensure!(kept == before_purge, "the owner had {before_purge} files, now {kept}");
+    Ok((
+        (),
+        format!(
+            "served {seconds:.0} s after the package's start; {} rows; purged, all data is kept",
+            after.len()
+        ),
+    ))
+}
+
+/// Builds one of this tree's packages with the lab's executable.
+async fn build_package(stack: &Stack, name: &str) -> Result<PathBuf> {
+    let (svc, out) = (stack.svc.clone(), stack.dir.join("deb"));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let build = move || deb::build(&deb::Options::new(svc, source, out));
+    let built: Vec<PathBuf> = tokio::task::spawn_blocking(build).await??;
+    let found = built.into_iter().find(|deb| deb.to_string_lossy().contains(&format!("/{name}_")));
+    found.with_context(|| format!("no package {name}"))
+}
+
+/// The lab's platform settings as seen from a guest; without TLS, whose files are not on the machine.
+fn platform_settings(stack: &Stack) -> String {
+    let mut text = String::new();
+    for (name, value) in stack.platform_env() {
+        let value = match name.as_str() {
+            "PLATFORM_LISTEN" => API.to_owned(),
+            "ROUTER_LISTEN" => ROUTER.to_owned(),
+            "PLATFORM_PUBLIC_URL" => format!("http://{API}"),
+            "ROUTER_TLS_CERT_FILE" | "ROUTER_TLS_KEY_FILE" => continue,
+            _ => value.replace("127.0.0.1", HOST_FROM_GUEST),
+        };
+        text.push_str(&format!("{name}=\"{value}\"\n"));
+    }
+    text
+}

@@ -1,0 +1,41 @@
+//! Bundles of the lab: a small one with the executable, the units, the kit's apps and PostgreSQL's client tools, and a
+//! full one with every part of a release.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use kit::browser;
+use kit::bundle::{Options, apps, runtime};
+use kit::fetch::target_dir;
+use kit::pg::PgBinaries;
+
+/// Not a real host: nothing here contacts it.
+const IDP_HOST: &str = "idp.svc.test";
+
+/// Prefetches the parts of [`full`]; requires Node.js 20 or newer and npm.
+pub fn prepare() -> Result<()> {
+    for program in ["node", "npm"] {
+        let found = Command::new(program).arg("--version").output();
+        found.with_context(|| {
+            format!("a full release requires Node.js 20 or newer and npm: {program} is missing")
+        })?;
+    }
+    browser::code_server().map(drop)
+}
+
+/// Like [`small`], with the default apps, the shell, code-server and its Node.js.
+pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+    let mut options = small(svc, postgres, version, dir)?;
+    apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
+    options.runtime.extend(browser::code_server()?);
+    Ok(options)
+}
+
+/// Options of a bundle that boots on a machine; its parts are assembled in `dir`.
+pub fn small(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+    let mut options = Options::new(svc, version, &dir.join("out"))?;
+    options.runtime.push(runtime::copy_client_tools(postgres, &dir.join("postgres"))?);
+    Ok(options)
+}
