@@ -8,6 +8,8 @@ mod documented;
 mod edges;
 #[path = "house/links.rs"]
 mod links;
+#[path = "house/quoted.rs"]
+mod quoted;
 #[path = "house/reference/mod.rs"]
 mod reference;
 #[path = "house/rules.rs"]

@@ -22,6 +22,7 @@
 //! | [`mod@bench`] | benchmarks against comparable software, in rounds |
 //! | [`checkers`] | linters for generated configuration |
 //! | [`long`] | measurements of the long tests, and their totals |
+//! | [`quoted`] | command lines that texts quote, checked against a program's definition |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it uses the product's public interfaces, as users do.
@@ -45,6 +46,7 @@ pub mod net;
 pub mod packages;
 pub mod pg;
 pub mod provider;
+pub mod quoted;
 pub mod s3;
 pub mod s3_process;
 pub mod seaweed;
