@@ -33,7 +33,8 @@ pub fn check(program: &Command, text: &str, language: Language) -> Quoted {
     let commands = command_lines(program.get_name(), text, language);
     let checked = commands.len();
     let wrong = |(arguments, quoting): (String, Quoting)| {
-        let why = mistake(program, &arguments, quoting)?;
+        let parsed = || if quoting == Quoting::Line { parse_error(program, &arguments) } else { None };
+        let why = mistake(program, &arguments, quoting).or_else(parsed)?;
         Some(format!("`{} {arguments}`: {why}", program.get_name()))
     };
     Quoted { checked, mistakes: commands.into_iter().filter_map(wrong).collect() }
@@ -42,7 +43,9 @@ pub fn check(program: &Command, text: &str, language: Language) -> Quoted {
 /// How a command is delimited in the surrounding text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Quoting {
-    /// By backticks, or on a separate line.
+    /// On a line of code: it is complete.
+    Line,
+    /// By backticks: it may leave out arguments.
     Whole,
     /// Not at all: it ends at the first word that cannot be part of it.
     Open,
@@ -58,7 +61,11 @@ fn is_notation(word: &str) -> bool {
 fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<String> {
     let mut command = program;
     let (mut positionals, mut path) = (0, program.get_name().to_owned());
-    let mut words = arguments.split_whitespace().peekable();
+    let words = match quoting {
+        Quoting::Line => shell_words(arguments),
+        Quoting::Whole | Quoting::Open => arguments.split_whitespace().map(str::to_owned).collect(),
+    };
+    let mut words = words.iter();
     while let Some(raw) = words.next() {
         let is_last = raw.ends_with([':', ',', ';', '.', ')']) && quoting == Quoting::Open;
         let word = raw.trim_matches(['[', ']', ',', ';', ':', '.', '(', ')', '"', '\'']);
@@ -97,6 +104,34 @@ fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<Strin
     None
 }
 
+/// What the program itself reports for a complete command line. Values can be placeholders, so their validity does not
+/// count; a usage line with optional parts is no command line.
+fn parse_error(program: &Command, arguments: &str) -> Option<String> {
+    use clap::error::ErrorKind::{DisplayHelp, DisplayVersion, InvalidValue, ValueValidation};
+    if arguments.contains(['[', '|', '…']) || arguments.contains("<COMMAND>") {
+        return None;
+    }
+    let words = std::iter::once(program.get_name().to_owned()).chain(shell_words(arguments));
+    let error = program.clone().try_get_matches_from(words).err()?;
+    let is_allowed = matches!(error.kind(), DisplayHelp | DisplayVersion | InvalidValue | ValueValidation);
+    (!is_allowed).then(|| error.to_string().lines().map(str::trim).collect::<Vec<_>>().join(" "))
+}
+
+/// Words, of which those in quotes can contain spaces.
+fn shell_words(line: &str) -> Vec<String> {
+    let (mut words, mut quote) = (vec![String::new()], None);
+    for c in line.chars() {
+        match quote {
+            Some(end) if c == end => quote = None,
+            None if matches!(c, '"' | '\'') => quote = Some(c),
+            None if c.is_whitespace() => words.push(String::new()),
+            _ => words.last_mut().expect("there is a first word").push(c),
+        }
+    }
+    words.retain(|word| !word.is_empty());
+    words
+}
+
 fn takes_next(option: &Arg) -> bool {
     option.get_action().takes_values() && !option.is_require_equals_set()
 }
@@ -123,7 +158,7 @@ fn command_lines(program: &str, text: &str, language: Language) -> Vec<(String, 
         } else if before.ends_with("$ ") || (is_fenced && before.ends_with('\n')) {
             let ends = [" #", " |", " >", " &", ";"];
             let end = ends.iter().filter_map(|end| line.find(end)).min().unwrap_or(line.len());
-            found.push((line[..end].to_owned(), Quoting::Whole));
+            found.push((line[..end].to_owned(), Quoting::Line));
         } else if before.ends_with(['"', ' ', '(']) {
             found.push((line.split(['`', '"']).next().unwrap_or_default().to_owned(), Quoting::Open));
         }
@@ -138,7 +173,7 @@ pub fn join_lines(text: &str, language: Language) -> String {
     for line in text.lines().filter(|line| !is_comment(line)) {
         let (line, continues) = match line.strip_suffix('\\') {
             Some(line) => (line, true),
-            None => (line, language == Language::Markdown && line.matches('`').count() % 2 == 1),
+            None => (line, language == Language::Markdown && has_open_quotation(line)),
         };
         joined.push_str(if joined.ends_with('\n') { line } else { line.trim_start() });
         joined.push(if continues { ' ' } else { '\n' });
@@ -146,13 +181,19 @@ pub fn join_lines(text: &str, language: Language) -> String {
     joined
 }
 
+/// Whether a quotation continues on the next line. A fence is none.
+fn has_open_quotation(line: &str) -> bool {
+    !line.trim_start().starts_with("```") && line.matches('`').count() % 2 == 1
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn program() -> Command {
-        let build =
-            Command::new("build").arg(Arg::new("out").long("out").value_name("DIR")).arg(Arg::new("what"));
+        let build = Command::new("build")
+            .arg(Arg::new("out").long("out").value_name("DIR"))
+            .arg(Arg::new("what").required(true));
         let mut program = Command::new("cargo tool").subcommand(build);
         program.build();
         program
@@ -165,6 +206,7 @@ mod tests {
             "`A=1 cargo tool build --in X`",
             "\n```sh\ncargo tool build --in X    # why\n```\n",
             "\n```\n$ cargo tool build a b\n```\n",
+            "\n```\ncargo tool build --out 'a b'\n```\n",
         ] {
             assert_eq!(check(&program(), text, Language::Markdown).mistakes.len(), 1, "{text}");
         }
@@ -174,7 +216,8 @@ mod tests {
     fn correct_command_passes() {
         for text in [
             "`cargo tool build [WHAT] [--out DIR]`",
-            "\n```sh\ncargo tool build all    # why it is so\ncargo tool build --out a > b\n```\n",
+            "\n```sh\ncargo tool build all    # why it is so\ncargo tool build --out 'a b' c > d\n```\n",
+            "`cargo tool build --out DIR` leaves out an argument",
             "the command cargo tool is prose",
         ] {
             let quoted = check(&program(), text, Language::Markdown);
