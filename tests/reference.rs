@@ -11,6 +11,8 @@ mod commands;
 mod declared;
 #[path = "house/files.rs"]
 mod files;
+#[path = "reference/quoted.rs"]
+mod quoted;
 #[expect(dead_code, reason = "the house rules use the rest")]
 #[path = "house/source.rs"]
 mod source;
@@ -53,11 +55,12 @@ fn parts() -> Vec<Part> {
 }
 
 /// A table in Markdown.
-pub fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
-    let line =
-        |cells: [String; N]| format!("| {} |\n", cells.map(|cell| cell.replace('|', "\\|")).join(" | "));
-    let mut text = line(head.map(str::to_owned)) + &format!("{}|\n", "|---".repeat(N));
-    text.extend(rows.into_iter().map(line));
+pub fn table<R: AsRef<[String]>>(head: &[&str], rows: impl IntoIterator<Item = R>) -> String {
+    let mut text = format!("| {} |\n{}|\n", head.join(" | "), "|---".repeat(head.len()));
+    for row in rows {
+        let cells: Vec<_> = row.as_ref().iter().map(|cell| cell.replace('|', "\\|")).collect();
+        text.push_str(&format!("| {} |\n", cells.join(" | ")));
+    }
     text
 }
 

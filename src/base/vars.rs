@@ -11,8 +11,8 @@ crate::variables! {
         FAILPOINTS: "list of fail points" = unset;
     }
 
-    "platform.listeners", in "process environment or the platform's env file", by ["svc-platform"] {
+    "platform.env-file", in "process environment", by ["svc-platform", "svcctl"] {
         /// The platform's env file, if `--env-file` names none.
-        PLATFORM_ENV_FILE: "path" = unset, in "process environment", by ["svc-platform", "svcctl"];
+        PLATFORM_ENV_FILE: "path" = unset;
     }
 }

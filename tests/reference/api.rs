@@ -59,7 +59,7 @@ impl Document {
             };
             [format!("`{name}`"), place, plain(text(&scheme["description"]))]
         });
-        table(["credential", "sent as", "meaning"], schemes) + "\n"
+        table(&["credential", "sent as", "meaning"], schemes) + "\n"
     }
 
     fn operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
@@ -90,7 +90,7 @@ impl Document {
         });
         let parameters: Vec<_> = parameters.collect();
         if !parameters.is_empty() {
-            shown.push_str(&format!("\n{}", table(["parameter", "in", "form", "meaning"], parameters)));
+            shown.push_str(&format!("\n{}", table(&["parameter", "in", "form", "meaning"], parameters)));
         }
         for (titles, fields) in self.inline_schemas(operation) {
             shown.push_str(&format!("\n{}:\n\n{fields}", titles.join(", ")));
@@ -136,9 +136,9 @@ impl Document {
             return String::new();
         }
         if rows.iter().all(|[_, _, meaning]| meaning.is_empty()) {
-            return table(["field", "form"], rows.into_iter().map(|[field, form, _]| [field, form]));
+            return table(&["field", "form"], rows.into_iter().map(|[field, form, _]| [field, form]));
         }
-        table(["field", "form", "meaning"], rows)
+        table(&["field", "form", "meaning"], rows)
     }
 
     fn collect_fields(&self, schema: &Value, prefix: &str, rows: &mut Vec<[String; 3]>) {

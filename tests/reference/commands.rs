@@ -44,7 +44,7 @@ fn render(command: &Command, parent: Option<&Command>) -> String {
     };
     let rows: Vec<_> = command.get_arguments().filter(is_shown).map(row).collect();
     if !rows.is_empty() {
-        shown.push_str(&format!("{}\n", table(["argument", "default", "meaning"], rows)));
+        shown.push_str(&format!("{}\n", table(&["argument", "default", "meaning"], rows)));
     }
     if let Some(after) = command.get_after_long_help().or(command.get_after_help()) {
         shown.push_str(&paragraphs(&after.to_string()));

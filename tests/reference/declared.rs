@@ -22,7 +22,7 @@ pub fn metrics() -> Part {
         let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
         [format!("`{}`", metric.name), kind.to_owned(), labels, place.to_owned(), metric.help.to_owned()]
     });
-    Part::new("metrics", table(["metric", "type", "labels", "where", "meaning"], rows))
+    Part::new("metrics", table(&["metric", "type", "labels", "where", "meaning"], rows))
 }
 
 /// By status, then by code.
@@ -33,11 +33,11 @@ pub fn errors() -> Part {
         let status = code.status().as_u16().to_string();
         [format!("`{}`", code.as_str()), status, code.title().to_owned(), code.remedy().to_owned()]
     });
-    Part::new("errors", table(["`code`", "status", "meaning", "what to do"], rows))
+    Part::new("errors", table(&["`code`", "status", "meaning", "what to do"], rows))
 }
 
 pub fn exit_codes() -> Part {
     let success = ["0".to_owned(), "Success.".to_owned()];
     let failures = Exit::ALL.iter().map(|exit| [(*exit as u8).to_string(), exit.meaning().to_owned()]);
-    Part::new("exit codes", table(["code", "meaning"], std::iter::once(success).chain(failures)))
+    Part::new("exit codes", table(&["code", "meaning"], std::iter::once(success).chain(failures)))
 }

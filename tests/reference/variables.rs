@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use svc::applets::APPLETS;
 use svc::host::system::root_settings::ALLOWED_FROM_OTHERS;
 use svc::host::system::vars as host;
 use svc::variable::{Preset, Section, Variable};
@@ -25,29 +26,54 @@ fn sections() -> impl Iterator<Item = &'static Section> {
 
 /// A part for each table. Sections of several packages that have the same id are one table.
 pub fn parts() -> Vec<Part> {
-    let mut tables: BTreeMap<&str, Vec<&Section>> = BTreeMap::new();
+    let mut tables: BTreeMap<&str, Vec<&'static Section>> = BTreeMap::new();
     for section in sections() {
         tables.entry(section.id).or_default().push(section);
     }
     tables.into_iter().map(|(id, sections)| Part::new(format!("variables {id}"), render(&sections))).collect()
 }
 
-fn render(sections: &[&Section]) -> String {
+/// What all variables have in common is said once, above the table.
+fn render(sections: &[&'static Section]) -> String {
     let first = sections[0];
-    let mut text = format!("Set in: {}.", first.source);
-    if !first.readers.is_empty() {
-        text.push_str(&format!(" Read by: {}.", programs(first.readers)));
+    let rows = sections.iter().flat_map(|section| Row::of_section(section)).collect::<Vec<_>>();
+    let has_one_source = rows.iter().all(|row| row.source == first.source);
+    let has_same_readers = rows.iter().all(|row| row.readers == first.readers);
+    let mut common = Vec::new();
+    common.extend(has_one_source.then(|| format!("Set in: {}.", first.source)));
+    if has_same_readers && !first.readers.is_empty() {
+        common.push(format!("Read by: {}.", programs(first.readers)));
     }
-    text.push_str("\n\n");
-    let rows = sections.iter().flat_map(|section| section.variables).map(|variable| {
-        [
-            format!("`{}`", variable.name),
-            variable.form.to_owned(),
-            preset(variable.default),
-            meaning(variable),
-        ]
-    });
-    text + &table(["variable", "form", "default", "meaning"], rows)
+    let cells = |Row { variable, source, readers }: &Row| {
+        let mut cells =
+            vec![format!("`{}`", variable.name), variable.form.to_owned(), preset(variable.default)];
+        cells.extend((!has_one_source).then(|| (*source).to_owned()));
+        cells.extend((!has_same_readers).then(|| programs(readers)));
+        cells.push(variable.meaning.split_whitespace().collect::<Vec<_>>().join(" "));
+        cells
+    };
+    let mut head = vec!["variable", "form", "default"];
+    head.extend((!has_one_source).then_some("set in"));
+    head.extend((!has_same_readers).then_some("read by"));
+    head.push("meaning");
+    format!("{}\n\n{}", common.join(" "), table(&head, rows.iter().map(cells)))
+}
+
+/// A variable with what its section says of it.
+struct Row {
+    variable: &'static Variable,
+    source: &'static str,
+    readers: &'static [&'static str],
+}
+
+impl Row {
+    fn of_section(section: &'static Section) -> impl Iterator<Item = Self> {
+        section.variables.iter().map(|variable| Self {
+            variable,
+            source: variable.source.unwrap_or(section.source),
+            readers: variable.readers.unwrap_or(section.readers),
+        })
+    }
 }
 
 fn preset(default: Preset) -> String {
@@ -57,18 +83,6 @@ fn preset(default: Preset) -> String {
         Preset::Value(value) => format!("`{value}`"),
         Preset::Derived(text) => text.to_owned(),
     }
-}
-
-/// The doc comment as one line, and what differs from the rest of the section.
-fn meaning(variable: &Variable) -> String {
-    let mut text = variable.meaning.split_whitespace().collect::<Vec<_>>().join(" ");
-    if let Some(source) = variable.source {
-        text.push_str(&format!(" Set in: {source}."));
-    }
-    if let Some(readers) = variable.readers {
-        text.push_str(&format!(" Read by: {}.", programs(readers)));
-    }
-    text
 }
 
 /// Names of programs and units as code, other texts as they are.
@@ -120,6 +134,19 @@ fn every_host_setting_is_judged_for_root() {
     let wrong = wrong.filter(|name| listed.iter().filter(|one| one == &name).count() != 1);
     let why = "must be either in ALLOWED_FROM_OTHERS of root_settings.rs or in NOT_FROM_OTHERS here";
     assert_none(&wrong.map(|name| format!("{name} {why}")).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_reader_of_a_variable_exists() {
+    let is_known = |name: &str| {
+        let unit = crate::root().join("systemd/system").join(name);
+        name.contains(' ') || APPLETS.iter().any(|applet| applet.name == name) || unit.is_file()
+    };
+    let variables = sections().flat_map(|section| section.variables.iter().filter_map(|one| one.readers));
+    let readers = sections().map(|section| section.readers).chain(variables).flatten();
+    assert_none(
+        &readers.filter(|name| !is_known(name)).map(|name| format!("no program {name}")).collect::<Vec<_>>(),
+    );
 }
 
 /// Programs other than our own that read a variable from a file.

@@ -203,3 +203,44 @@ fn resolve_svc(svc: Option<PathBuf>) -> Result<PathBuf> {
     };
     path.canonicalize().with_context(|| format!("find {}", path.display()))
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+    use kit::quoted::{self, Language};
+
+    use super::*;
+
+    fn pages() -> Vec<PathBuf> {
+        let root = cargo::root();
+        let mut found = Vec::new();
+        let mut folders = vec![root.join("docs"), root.join("packaging"), root.join("tests/kit")];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|end| end == "md") {
+                    found.push(path);
+                }
+            }
+        }
+        found.extend(["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(|page| root.join(page)));
+        found
+    }
+
+    #[test]
+    fn pages_quote_only_existing_commands() {
+        let mut command = Args::command();
+        command.build();
+        let (mut checked, mut mistakes) = (0, Vec::new());
+        for page in pages() {
+            let text = std::fs::read_to_string(&page).unwrap();
+            let quoted = quoted::check(&command, &text, Language::Markdown);
+            checked += quoted.checked;
+            mistakes.extend(quoted.mistakes.iter().map(|mistake| format!("{}: {mistake}", page.display())));
+        }
+        assert!(mistakes.is_empty(), "{}", mistakes.join("\n"));
+        assert!(checked > 40, "only {checked} commands were found");
+    }
+}

@@ -3,115 +3,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, CommandFactory, Parser};
+use clap::{CommandFactory, Parser};
+use kit::quoted::{self, Language, join_lines};
 
 use super::Args;
-
-/// How a command is delimited in the surrounding text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Quoting {
-    /// By backticks, or on a separate line.
-    Whole,
-    /// Not at all: it ends at the first word that cannot be part of it.
-    Open,
-}
-
-/// The mistake in the command, if any. Its first word is `svcctl`.
-fn wrong(svcctl: &clap::Command, words: &str, quoting: Quoting) -> Option<String> {
-    let mut command = svcctl;
-    let (mut positionals, mut path) = (0, "svcctl".to_owned());
-    let mut words = words.split_whitespace().skip(1).peekable();
-    while let Some(raw) = words.next() {
-        let is_last = raw.ends_with([':', ',', ';', '.', ')']) && quoting == Quoting::Open;
-        let word = raw.trim_matches(['[', ']', ',', ';', ':', '.', '(', ')', '"', '\'']);
-        if let Some(option) = word.strip_prefix("--") {
-            let name = option.split(['=', '[']).next().unwrap_or_default();
-            let Some(known) = command.get_arguments().find(|known| known.get_long() == Some(name)) else {
-                return Some(format!("{path} has no --{name}"));
-            };
-            if takes_next(known) && !option.contains('=') {
-                words.next();
-            }
-        } else if word.starts_with('-') || word == "…" {
-        } else if command.has_subcommands() && !is_placeholder(word) {
-            let found = word.split('|').map(|name| command.find_subcommand(name));
-            match found.collect::<Option<Vec<_>>>().and_then(|found| found.into_iter().next()) {
-                Some(found) => {
-                    path = format!("{path} {word}");
-                    command = found;
-                }
-                // Prose: `svcctl` is the subject of a sentence.
-                None if quoting == Quoting::Open => return None,
-                None => return Some(format!("{path} has no command {word}")),
-            }
-        } else if quoting == Quoting::Open && !is_placeholder(word) {
-            return None;
-        } else {
-            positionals += 1;
-            if positionals > command.get_positionals().count() && path != "svcctl" {
-                return Some(format!("{path} takes no argument {word}"));
-            }
-        }
-        if is_last {
-            return None;
-        }
-    }
-    None
-}
-
-fn takes_next(option: &Arg) -> bool {
-    option.get_action().takes_values() && !option.is_require_equals_set()
-}
-
-/// Whether a word is a placeholder: `HANDLE`, `<machine>`, `{id}`, an id or a name of an example.
-fn is_placeholder(word: &str) -> bool {
-    word.starts_with(['<', '{'])
-        || word.chars().next().is_some_and(|first| first.is_ascii_uppercase() || first.is_ascii_digit())
-}
 
 fn svcctl() -> clap::Command {
     let mut command = Args::command();
     command.build();
     command
-}
-
-/// The `svcctl` commands in a text.
-fn commands(text: &str, language: Language) -> Vec<(String, Quoting)> {
-    let text = joined(text, language);
-    let mut found = Vec::new();
-    for (at, _) in text.match_indices("svcctl ") {
-        let (before, rest) = (&text[..at], &text[at..]);
-        let line = rest.split('\n').next().unwrap_or_default();
-        if before.ends_with('`') {
-            let quoted = line.split(['`', '"']).next().unwrap_or_default();
-            found.push((quoted.to_owned(), Quoting::Whole));
-        } else if before.ends_with("$ ") {
-            found.push((line.to_owned(), Quoting::Whole));
-        } else if before.ends_with(['"', ' ', '(']) {
-            found.push((line.split(['`', '"']).next().unwrap_or_default().to_owned(), Quoting::Open));
-        }
-    }
-    found
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Language {
-    Markdown,
-    Rust,
-}
-
-/// Joins the lines of a literal, or of a quotation in a page, into one.
-fn joined(text: &str, language: Language) -> String {
-    let mut joined = String::new();
-    for line in text.lines() {
-        let (line, continues) = match line.strip_suffix('\\') {
-            Some(line) => (line, true),
-            None => (line, language == Language::Markdown && line.matches('`').count() % 2 == 1),
-        };
-        joined.push_str(if joined.ends_with('\n') { line } else { line.trim_start() });
-        joined.push(if continues { ' ' } else { '\n' });
-    }
-    joined
 }
 
 fn texts() -> Vec<PathBuf> {
@@ -137,15 +37,11 @@ fn texts() -> Vec<PathBuf> {
 fn texts_name_only_existing_commands_and_options() {
     let (svcctl, mut mistakes, mut checked) = (svcctl(), Vec::new(), 0);
     for path in texts() {
-        let is_page = path.extension().is_some_and(|end| end == "md");
-        let language = if is_page { Language::Markdown } else { Language::Rust };
-        for (command, quoting) in commands(&fs::read_to_string(&path).unwrap(), language) {
-            checked += 1;
-            mistakes.extend(
-                wrong(&svcctl, &command, quoting)
-                    .map(|why| format!("{}: `{command}`: {why}", path.display())),
-            );
-        }
+        let shown = path.display().to_string();
+        let Some(language) = Language::of_file(&shown) else { continue };
+        let quoted = quoted::check(&svcctl, &fs::read_to_string(&path).unwrap(), language);
+        checked += quoted.checked;
+        mistakes.extend(quoted.mistakes.iter().map(|mistake| format!("{shown}: {mistake}")));
     }
     assert!(mistakes.is_empty(), "{}", mistakes.join("\n"));
     assert!(checked > 150, "only {checked} commands were found");
@@ -165,7 +61,7 @@ const MEMBERS: [&str; 8] = [
 
 /// The literals of a source file that are sentences, except those of the API's description.
 fn sentences(text: &str) -> Vec<String> {
-    let text = joined(text, Language::Rust);
+    let text = join_lines(text, Language::Rust);
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
     let is_description = |line: &str| ["summary: ", "about: "].iter().any(|name| line.contains(name));
     let lines = lines.filter(|line| !is_description(line));
@@ -194,10 +90,7 @@ fn texts_name_options_instead_of_request_members() {
 #[test]
 fn mistakes_in_commands_are_detected() {
     let svcctl = svcctl();
-    let mistakes = |text: &str| -> Vec<String> {
-        let commands = commands(text, Language::Rust);
-        commands.iter().filter_map(|(command, quoting)| wrong(&svcctl, command, *quoting)).collect()
-    };
+    let mistakes = |text: &str| quoted::check(&svcctl, text, Language::Rust).mistakes;
     for (text, part) in [
         ("`svcctl provision <user> --replace-first`", "has no --replace-first"),
         ("`svcctl backups list ada`", "has no command backups"),

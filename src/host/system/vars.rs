@@ -1,7 +1,7 @@
 //! The variables of a host.
 
 svc_base::variables! {
-    "host.provisioned", in "`host.env`", by ["every program of the host"] {
+    "host.provisioned", in "`host.env`", by ["programs of the host"] {
         /// Id of this machine.
         SVC_MACHINE_ID: "UUID" = required, in "`host.env`, `update.env`";
         /// The owner's id at the identity provider.
@@ -32,7 +32,7 @@ svc_base::variables! {
         SVC_IMAGE_VERSION: "version" = required,
             in "`host.env`, `boot.env`", by ["svc-update", "svc-register", "svc-sync-agent"];
         /// Token of the one registration and of the reports of the boot.
-        REGISTRATION_TOKEN: "text" = required, in "`boot.env`", by ["svc-register"];
+        REGISTRATION_TOKEN: "text" = required, in "`boot.env`", by ["svc-register", "svc-restore"];
         /// URL of the first release's bundle.
         SVC_HOST_BUNDLE_URL: "URL" = required, in "`update.env`", by ["svc-update"];
         /// Digest of the first release's bundle.
@@ -57,7 +57,7 @@ svc_base::variables! {
 
     "host.settings", in "process environment or the files above", by ["svc-gateway"] {
         /// Root of all paths of a host, so that many hosts can share one machine.
-        SVC_ROOT: "path" = "/", in "process environment", by ["every program of the host"];
+        SVC_ROOT: "path" = "/", in "process environment", by ["programs of the host"];
         /// Address of the gateway.
         GATEWAY_LISTEN: "address and port" = "0.0.0.0:443",
             by ["svc-gateway", "svc-register", "svc-sync-agent", "svc-update"];
@@ -73,7 +73,7 @@ svc_base::variables! {
             in "process environment or `update.env`", by ["svc-update"];
         /// Program to use in place of `systemctl`, for a `SVC_ROOT` that no systemd manages.
         SVC_SYSTEMCTL: "path" = derived "`systemctl`, where systemd runs", in "process environment",
-            by ["svc-update", "svc-db-backup", "svc-restore"];
+            by ["svc-update", "svc-restore", "svcctl"];
         /// An operator's credential on the host, in addition to a proof or on the gateway's socket. The
         /// gateway ignores a shorter one and logs an error.
         ADMIN_TOKEN: "text of at least 32 characters" = unset;

@@ -20,6 +20,7 @@
 //! | [`deb`] | the Debian packages, installed by dpkg in a separate root |
 //! | [`checkers`] | linters for generated configuration |
 //! | [`long`] | measurements of the long tests, and their totals |
+//! | [`quoted`] | command lines that texts quote, checked against a program's definition |
 //! | [`skip`] | tests that cannot run here, by name |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
@@ -42,6 +43,7 @@ pub mod net;
 pub mod packages;
 pub mod pg;
 pub mod provider;
+pub mod quoted;
 pub mod s3;
 pub mod s3_process;
 pub mod seaweed;

@@ -1,0 +1,227 @@
+//! Command lines that texts quote, checked against a program's real definition: commands, options, and the number of
+//! arguments. Placeholders, optional parts and alternatives are understood.
+
+use clap::{Arg, Command};
+
+/// The command lines of one program in a text, and their mistakes.
+#[derive(Debug, Default)]
+pub struct Quoted {
+    pub checked: usize,
+    pub mistakes: Vec<String>,
+}
+
+/// The language of a text decides how its lines are joined.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Language {
+    Markdown,
+    Rust,
+}
+
+impl Language {
+    /// That of a file with this name.
+    pub fn of_file(path: &str) -> Option<Self> {
+        match path.rsplit_once('.')?.1 {
+            "md" => Some(Self::Markdown),
+            "rs" => Some(Self::Rust),
+            _ => None,
+        }
+    }
+}
+
+/// Checks every command line that begins with the name of `program`, which must have been built.
+pub fn check(program: &Command, text: &str, language: Language) -> Quoted {
+    let commands = command_lines(program.get_name(), text, language);
+    let checked = commands.len();
+    let wrong = |(arguments, quoting): (String, Quoting)| {
+        let parsed = || if quoting == Quoting::Line { parse_error(program, &arguments) } else { None };
+        let why = mistake(program, &arguments, quoting).or_else(parsed)?;
+        Some(format!("`{} {arguments}`: {why}", program.get_name()))
+    };
+    Quoted { checked, mistakes: commands.into_iter().filter_map(wrong).collect() }
+}
+
+/// How a command is delimited in the surrounding text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Quoting {
+    /// On a line of code: it is complete.
+    Line,
+    /// By backticks: it may leave out arguments.
+    Whole,
+    /// Not at all: it ends at the first word that cannot be part of it.
+    Open,
+}
+
+/// Short options, and words of a usage line that name no argument: `[OPTIONS]`, `<--version <VERSION>|--request>`.
+fn is_notation(word: &str) -> bool {
+    let is_alternative = word.starts_with(['-', '|']) || word.starts_with("<-") || word.contains("|-");
+    is_alternative || ["…", "OPTIONS", "COMMAND", "<COMMAND>"].contains(&word)
+}
+
+/// The mistake in the arguments of a program, if any.
+fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<String> {
+    let mut command = program;
+    let (mut positionals, mut path) = (0, program.get_name().to_owned());
+    let words = match quoting {
+        Quoting::Line => shell_words(arguments),
+        Quoting::Whole | Quoting::Open => arguments.split_whitespace().map(str::to_owned).collect(),
+    };
+    let mut words = words.iter();
+    while let Some(raw) = words.next() {
+        let is_last = raw.ends_with([':', ',', ';', '.', ')']) && quoting == Quoting::Open;
+        let word = raw.trim_matches(['[', ']', ',', ';', ':', '.', '(', ')', '"', '\'']);
+        if let Some(option) = word.strip_prefix("--") {
+            let name = option.split(['=', '[']).next().unwrap_or_default();
+            let Some(known) = command.get_arguments().find(|known| known.get_long() == Some(name)) else {
+                return Some(format!("{path} has no --{name}"));
+            };
+            if takes_next(known) && !option.contains('=') {
+                words.next();
+            }
+        } else if is_notation(word) {
+        } else if command.has_subcommands() && !is_placeholder(word) {
+            let found = word.split('|').map(|name| command.find_subcommand(name));
+            match found.collect::<Option<Vec<_>>>().and_then(|found| found.into_iter().next()) {
+                Some(found) => {
+                    path = format!("{path} {word}");
+                    command = found;
+                }
+                // Prose: `svcctl` is the subject of a sentence.
+                None if quoting == Quoting::Open => return None,
+                None => return Some(format!("{path} has no command {word}")),
+            }
+        } else if quoting == Quoting::Open && !is_placeholder(word) {
+            return None;
+        } else {
+            positionals += 1;
+            if positionals > command.get_positionals().count() && path != program.get_name() {
+                return Some(format!("{path} takes no argument {word}"));
+            }
+        }
+        if is_last {
+            return None;
+        }
+    }
+    None
+}
+
+/// What the program itself reports for a complete command line. Values can be placeholders, so their validity does not
+/// count; a usage line with optional parts is no command line.
+fn parse_error(program: &Command, arguments: &str) -> Option<String> {
+    use clap::error::ErrorKind::{DisplayHelp, DisplayVersion, InvalidValue, ValueValidation};
+    if arguments.contains(['[', '|', '…']) || arguments.contains("<COMMAND>") {
+        return None;
+    }
+    let words = std::iter::once(program.get_name().to_owned()).chain(shell_words(arguments));
+    let error = program.clone().try_get_matches_from(words).err()?;
+    let is_allowed = matches!(error.kind(), DisplayHelp | DisplayVersion | InvalidValue | ValueValidation);
+    (!is_allowed).then(|| error.to_string().lines().map(str::trim).collect::<Vec<_>>().join(" "))
+}
+
+/// Words, of which those in quotes can contain spaces.
+fn shell_words(line: &str) -> Vec<String> {
+    let (mut words, mut quote) = (vec![String::new()], None);
+    for c in line.chars() {
+        match quote {
+            Some(end) if c == end => quote = None,
+            None if matches!(c, '"' | '\'') => quote = Some(c),
+            None if c.is_whitespace() => words.push(String::new()),
+            _ => words.last_mut().expect("there is a first word").push(c),
+        }
+    }
+    words.retain(|word| !word.is_empty());
+    words
+}
+
+fn takes_next(option: &Arg) -> bool {
+    option.get_action().takes_values() && !option.is_require_equals_set()
+}
+
+/// Whether a word is a placeholder: `HANDLE`, `<machine>`, `{id}`, an id or a name of an example.
+fn is_placeholder(word: &str) -> bool {
+    word.starts_with(['<', '{'])
+        || word.chars().next().is_some_and(|first| first.is_ascii_uppercase() || first.is_ascii_digit())
+}
+
+/// The arguments after each mention of a program.
+fn command_lines(program: &str, text: &str, language: Language) -> Vec<(String, Quoting)> {
+    let text = join_lines(text, language);
+    let mut found = Vec::new();
+    for (at, mention) in text.match_indices(&format!("{program} ")) {
+        let (before, rest) = (&text[..at], &text[at + mention.len()..]);
+        let line = rest.split('\n').next().unwrap_or_default();
+        let line =
+            if language == Language::Rust { line.split("\\n").next().unwrap_or_default() } else { line };
+        let is_fenced = language == Language::Markdown && before.matches("\n```").count() % 2 == 1;
+        if before.ends_with('`') {
+            let quoted = line.split(['`', '"']).next().unwrap_or_default();
+            found.push((quoted.to_owned(), Quoting::Whole));
+        } else if before.ends_with("$ ") || (is_fenced && before.ends_with('\n')) {
+            let ends = [" #", " |", " >", " &", ";"];
+            let end = ends.iter().filter_map(|end| line.find(end)).min().unwrap_or(line.len());
+            found.push((line[..end].to_owned(), Quoting::Line));
+        } else if before.ends_with(['"', ' ', '(']) {
+            found.push((line.split(['`', '"']).next().unwrap_or_default().to_owned(), Quoting::Open));
+        }
+    }
+    found
+}
+
+/// Joins the lines of a literal, or of a quotation in a page, into one.
+pub fn join_lines(text: &str, language: Language) -> String {
+    let mut joined = String::new();
+    let is_comment = |line: &&str| language == Language::Markdown && line.starts_with("<!--");
+    for line in text.lines().filter(|line| !is_comment(line)) {
+        let (line, continues) = match line.strip_suffix('\\') {
+            Some(line) => (line, true),
+            None => (line, language == Language::Markdown && has_open_quotation(line)),
+        };
+        joined.push_str(if joined.ends_with('\n') { line } else { line.trim_start() });
+        joined.push(if continues { ' ' } else { '\n' });
+    }
+    joined
+}
+
+/// Whether a quotation continues on the next line. A fence is none.
+fn has_open_quotation(line: &str) -> bool {
+    !line.trim_start().starts_with("```") && line.matches('`').count() % 2 == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn program() -> Command {
+        let build = Command::new("build")
+            .arg(Arg::new("out").long("out").value_name("DIR"))
+            .arg(Arg::new("what").required(true));
+        let mut program = Command::new("cargo tool").subcommand(build);
+        program.build();
+        program
+    }
+
+    #[test]
+    fn mistake_is_detected_in_every_place() {
+        for text in [
+            "`cargo tool make`",
+            "`A=1 cargo tool build --in X`",
+            "\n```sh\ncargo tool build --in X    # why\n```\n",
+            "\n```\n$ cargo tool build a b\n```\n",
+            "\n```\ncargo tool build --out 'a b'\n```\n",
+        ] {
+            assert_eq!(check(&program(), text, Language::Markdown).mistakes.len(), 1, "{text}");
+        }
+    }
+
+    #[test]
+    fn correct_command_passes() {
+        for text in [
+            "`cargo tool build [WHAT] [--out DIR]`",
+            "\n```sh\ncargo tool build all    # why it is so\ncargo tool build --out 'a b' c > d\n```\n",
+            "`cargo tool build --out DIR` leaves out an argument",
+            "the command cargo tool is prose",
+        ] {
+            let quoted = check(&program(), text, Language::Markdown);
+            assert!(quoted.checked > 0 && quoted.mistakes.is_empty(), "{text}: {quoted:?}");
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Command lines of the applets in pages and messages exist, with their options.
+
+use kit::quoted::{self, Language};
+use svc::applets::APPLETS;
+
+use crate::assert_none;
+use crate::files::{File, files};
+
+/// Quoted command lines that do not exist, and how many were checked. History and generated packages are left out.
+fn unknown_commands(files: &[File]) -> (usize, Vec<String>) {
+    let is_quoting = |file: &&File| {
+        let is_page = file.path.ends_with(".md") && file.path != "CHANGELOG.md";
+        is_page || file.path.starts_with("src/") && !file.path.ends_with("quoted_tests.rs")
+    };
+    let (mut checked, mut found) = (0, Vec::new());
+    for applet in APPLETS {
+        let mut command = (applet.command)();
+        command.build();
+        for file in files.iter().filter(is_quoting) {
+            let Some(language) = Language::of_file(&file.path) else { continue };
+            let quoted = quoted::check(&command, &file.text, language);
+            checked += quoted.checked;
+            found.extend(quoted.mistakes.iter().map(|mistake| format!("{}: {mistake}", file.path)));
+        }
+    }
+    (checked, found)
+}
+
+#[test]
+fn every_quoted_command_exists() {
+    let (checked, found) = unknown_commands(&files());
+    assert_none(&found);
+    assert!(checked > 250, "only {checked} commands were found");
+}
+
+#[test]
+fn unknown_option_of_applet_is_detected() {
+    let page = File::sample("docs/a.md", "`svc-update boot --fast`, `svc-update boot`");
+    assert_eq!(unknown_commands(&[page]).1.len(), 1);
+}
