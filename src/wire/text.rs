@@ -178,7 +178,7 @@ macro_rules! word_form {
             }
 
             fn text_schema() -> schemars::Schema {
-                schemars::json_schema!({ "type": "string", "enum": <$word>::ALL.map(<$word>::as_str) })
+                schemars::json_schema!({ "type": "string", "enum": <$word>::ALL.iter().map(|word| word.as_str()).collect::<Vec<_>>() })
             }
         }
     )*};
