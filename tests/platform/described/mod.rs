@@ -8,7 +8,8 @@ use kit::pg::{PgBinaries, PgOptions, PgServer};
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
-use svc::platform::api::{ENDPOINTS, description};
+use svc::platform::api::ENDPOINTS;
+use svc::platform::openapi::document;
 use svc::wire::operator::Scope;
 
 use super::deploy;
@@ -216,7 +217,7 @@ async fn the_document_is_served_and_whole() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let served = stack.send(stack.request(&process, Method::GET, "/openapi.json")).await;
-    assert_eq!((served.status, &served.body), (200, &description()));
+    assert_eq!((served.status, &served.body), (200, &document()));
     contract::assert_document_is_valid(contract::platform());
 }
 
