@@ -56,27 +56,46 @@ async fn follow(
     operation_id: Option<&str>,
     within: Duration,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
-    let mut clock = PollTimer::start(within);
     let mut reporter = ProgressReporter::new();
-    loop {
-        match poll_machine(api, machine_id).await? {
-            Ok((response, machine)) => {
-                let operation = operation_of(&machine, operation_id);
-                reporter.report(&machine, operation);
-                if let Some(waiting) = operation.filter(|operation| operation.question().is_some()) {
-                    drop(reporter);
-                    return Err(Failure::new(Exit::TryAgain, decision_error(waiting)));
-                }
-                if is_settled(&machine, operation) {
-                    return Ok((response, machine));
-                }
+    let settled = poll_until(within, async || {
+        let (response, machine) = match poll_machine(api, machine_id).await? {
+            Ok(polled) => polled,
+            Err(error) => {
+                reporter.report_error(&error);
+                return Ok(None);
             }
-            Err(error) => reporter.report_error(&error),
+        };
+        let operation = operation_of(&machine, operation_id);
+        reporter.report(&machine, operation);
+        if let Some(waiting) = operation.filter(|operation| operation.question().is_some()) {
+            return Err(Failure::new(Exit::TryAgain, decision_error(waiting)));
         }
-        if clock.is_over() {
-            return Err(Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, within)));
+        Ok(is_settled(&machine, operation).then_some((response, machine)))
+    });
+    let settled = settled.await?;
+    settled.ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, within)))
+}
+
+/// Polls with growing intervals until there is a value; `None` if there is none `within` this time.
+///
+/// # Errors
+/// The first error of `poll`.
+pub async fn poll_until<T>(
+    within: Duration,
+    mut poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
+) -> Result<Option<T>, Failure> {
+    let deadline = Instant::now() + within;
+    let mut interval = MIN_POLL_INTERVAL;
+    loop {
+        if let Some(value) = poll().await? {
+            return Ok(Some(value));
         }
-        clock.pause().await;
+        let now = Instant::now();
+        if now >= deadline {
+            return Ok(None);
+        }
+        sleep(interval.min(deadline - now)).await;
+        interval = (interval * 3 / 2).min(MAX_POLL_INTERVAL);
     }
 }
 
@@ -92,27 +111,6 @@ pub async fn poll_machine(
         }
         Err(error) if error.is_transient() => Ok(Err(error.to_string())),
         Err(error) => Err(error.into()),
-    }
-}
-
-/// Polling with growing intervals until a deadline.
-pub struct PollTimer {
-    deadline: Instant,
-    pause: Duration,
-}
-
-impl PollTimer {
-    pub fn start(within: Duration) -> Self {
-        Self { deadline: Instant::now() + within, pause: MIN_POLL_INTERVAL }
-    }
-
-    pub fn is_over(&self) -> bool {
-        Instant::now() >= self.deadline
-    }
-
-    pub async fn pause(&mut self) {
-        sleep(self.pause.min(self.deadline.duration_since(Instant::now()))).await;
-        self.pause = (self.pause * 3 / 2).min(MAX_POLL_INTERVAL);
     }
 }
 

@@ -21,7 +21,7 @@ use crate::show::View;
 use crate::show::backup::{list, one};
 use crate::show::machine::waiting_operation;
 use crate::show::operation::HELD_BACK;
-use crate::wait::{self, PollTimer};
+use crate::wait;
 use svc_base::applet::{Exit, Failure};
 use svc_base::untrusted_text::one_line;
 use svc_wire::backup::{Backup, BackupPage};
@@ -197,23 +197,17 @@ async fn wait_for_drill(
 ) -> Result<SnapshotCheck, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is restoring the latest snapshot in a drill".to_owned());
-    let mut clock = PollTimer::start(within);
-    loop {
-        if let Ok((_, machine)) = wait::poll_machine(api, id).await? {
-            let now = last_drill(Some(&machine));
-            if let Some(now) = now.filter(|now| Some(*now) != before) {
-                return Ok(now.clone());
-            }
-        }
-        if clock.is_over() {
-            let error = anyhow!(
-                "no result of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
-                within.as_secs()
-            );
-            return Err(Failure::new(Exit::TryAgain, error));
-        }
-        clock.pause().await;
-    }
+    let reported = wait::poll_until(within, async || {
+        let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
+        Ok(last_drill(Some(&machine)).filter(|now| Some(*now) != before).cloned())
+    });
+    reported.await?.ok_or_else(|| {
+        let error = anyhow!(
+            "no result of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
+            within.as_secs()
+        );
+        Failure::new(Exit::TryAgain, error)
+    })
 }
 
 fn drill_text(result: &SnapshotCheck) -> String {
@@ -273,18 +267,18 @@ async fn wait_for_backup(
 ) -> Result<NewBackup, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is taking and verifying a backup".to_owned());
-    let mut clock = PollTimer::start(within);
-    loop {
-        let response = latest_page(api, requested.id).await?;
+    let id = requested.id;
+    let taken = wait::poll_until(within, async || {
+        let response = latest_page(api, id).await?;
         let page: BackupPage = response.read()?;
         if page.latest.is_some() && page.latest != requested.before {
             let mut all: Value = response.read()?;
             let at = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
             if let Some((at, backup)) = at.zip(page.backups.into_iter().nth(at.unwrap_or(0))) {
-                return Ok(NewBackup { backup, json: all["backups"][at].take() });
+                return Ok(Some(NewBackup { backup, json: all["backups"][at].take() }));
             }
         }
-        if let Ok((_, machine)) = wait::poll_machine(api, requested.id).await?
+        if let Ok((_, machine)) = wait::poll_machine(api, id).await?
             && let Some(reported) =
                 machine.last_backup.as_ref().filter(|reported| requested.has_failed(reported))
         {
@@ -294,17 +288,15 @@ async fn wait_for_backup(
             );
             return Err(Failure::new(Exit::Unavailable, error));
         }
-        if clock.is_over() {
-            let error = anyhow!(
-                "no new snapshot after {} s\n  next: `svcctl backup list {}`, `svcctl status {}`",
-                within.as_secs(),
-                requested.id,
-                requested.id
-            );
-            return Err(Failure::new(Exit::TryAgain, error));
-        }
-        clock.pause().await;
-    }
+        Ok(None)
+    });
+    taken.await?.ok_or_else(|| {
+        let error = anyhow!(
+            "no new snapshot after {} s\n  next: `svcctl backup list {id}`, `svcctl status {id}`",
+            within.as_secs()
+        );
+        Failure::new(Exit::TryAgain, error)
+    })
 }
 
 async fn latest(api: &ApiClient, id: &str) -> Result<BackupPage, Failure> {

@@ -7,14 +7,14 @@ use anyhow::anyhow;
 use http::Method;
 use serde_json::{Value, json};
 
-use crate::api::{ApiClient, ApiResponse, CallError};
+use crate::api::{ApiClient, ApiResponse};
 use crate::args::{DeployCommand, RolloutTarget, Start, Wait};
 use crate::confirm;
 use crate::interrupt;
 use crate::out::Out;
 use crate::progress::Progress;
 use crate::show::deploy::{list, machine_line, progress as rollout_progress, show};
-use crate::wait::PollTimer;
+use crate::wait;
 use svc_base::applet::{Exit, Failure};
 use svc_wire::rollout::{Rollout, RolloutList};
 
@@ -105,42 +105,41 @@ async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Out) -
 
 async fn until_ended(
     api: &ApiClient,
-    mut response: ApiResponse,
-    mut rollout: Rollout,
+    response: ApiResponse,
+    rollout: Rollout,
     seconds: u64,
     out: &Out,
 ) -> Result<(), Failure> {
     let id = rollout.rollout_id.clone();
     let progress = Progress::start();
-    let (mut reported, mut clock) = (BTreeSet::new(), PollTimer::start(Duration::from_secs(seconds)));
-    loop {
+    let (mut reported, mut known) = (BTreeSet::new(), Some((response, rollout)));
+    let ended = wait::poll_until(Duration::from_secs(seconds), async || {
+        let (response, rollout) = match known.take() {
+            Some(known) => known,
+            None => match api.poll(&["vps", "deploy", &id], &[]).await {
+                Ok(response) => {
+                    let rollout: Rollout = response.read()?;
+                    (response, rollout)
+                }
+                // The rollout continues meanwhile.
+                Err(error) if error.is_transient() => return Ok(None),
+                Err(error) => return Err(error.into()),
+            },
+        };
         for machine in rollout.machines.iter().filter(|machine| machine.has_ended()) {
             if reported.insert(machine.machine_id.clone()) {
                 progress.print_line(&machine_line(progress.view(), machine));
             }
         }
         progress.set_message(rollout_progress(&rollout));
-        if rollout.has_ended() {
-            break;
-        }
-        if clock.is_over() {
-            let error = anyhow!(
-                "not ended after {seconds} s; the rollout continues\n  next: `svcctl deploy status {id} --wait`"
-            );
-            return Err(Failure::new(Exit::TryAgain, error));
-        }
-        clock.pause().await;
-        match api.poll(&["vps", "deploy", &id], &[]).await {
-            Ok(next) => {
-                rollout = next.read()?;
-                response = next;
-            }
-            // The rollout continues meanwhile.
-            Err(CallError::Unreachable { .. } | CallError::TimedOut { .. }) => {}
-            Err(CallError::Refused(refusal)) if refusal.is_transient() => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
+        Ok(rollout.has_ended().then_some((response, rollout)))
+    });
+    let (response, rollout) = ended.await?.ok_or_else(|| {
+        let error = anyhow!(
+            "not ended after {seconds} s; the rollout continues\n  next: `svcctl deploy status {id} --wait`"
+        );
+        Failure::new(Exit::TryAgain, error)
+    })?;
     drop(progress);
     out.print_response(&response, |view| Ok(show(view, &rollout)))?;
     match rollout.state.as_str() {

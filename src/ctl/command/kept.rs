@@ -15,7 +15,7 @@ use crate::out::Out;
 use crate::show::View;
 use crate::show::copies::is_being_deleted;
 use crate::show::machine as shown;
-use crate::wait::{self, PollTimer};
+use crate::wait;
 use svc_base::applet::{Exit, Failure};
 use svc_machine::id::OperationId;
 use svc_wire::copies::KeptServer;
@@ -77,18 +77,14 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Fa
 
 /// The operation that deletes the server. The platform creates it shortly after the request.
 async fn filed_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>> {
-    let mut clock = PollTimer::start(FILING_TIMEOUT);
-    loop {
-        let (_, machine) = wait::poll_machine(api, id).await.ok()?.ok()?;
+    let removal = wait::poll_until(FILING_TIMEOUT, async || {
+        let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
         let mut operations = machine.operations.into_iter();
-        let removal = operations.find(|operation| {
+        Ok(operations.find(|operation| {
             operation.kind == "remove_server" && matches!(operation.state.as_str(), "running" | "succeeded")
-        });
-        if removal.is_some() || clock.is_over() {
-            return removal.map(|removal| removal.operation_id);
-        }
-        clock.pause().await;
-    }
+        }))
+    });
+    removal.await.ok()?.map(|removal| removal.operation_id)
 }
 
 /// Describes the data that only the machine's server has, and whether the provider still has the server.
