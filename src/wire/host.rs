@@ -25,7 +25,7 @@ words!(
 #[schemars(inline)]
 pub struct LastBackup {
     pub status: Text<Outcome>,
-    /// By the host's clock.
+    /// When the backup started, by the host's clock.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub began_at: Option<Time>,
     #[schemars(skip_serializing_if = "Option::is_none")]
@@ -51,14 +51,14 @@ pub struct LastUpdate {
     pub error: Option<String>,
 }
 
-/// The last checks of snapshots, by kind.
+/// The last snapshot checks, by kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct SnapshotChecks {
-    /// Stored snapshots were read in full.
+    /// The last verification, which reads stored snapshots in full.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verify: Option<SnapshotCheck>,
-    /// The latest snapshot was restored on trial.
+    /// The last drill, which restores the latest snapshot into a test database.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drill: Option<SnapshotCheck>,
 }
@@ -71,7 +71,7 @@ pub struct SnapshotCheck {
     pub at: Time,
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// The keys of damaged snapshots.
+    /// Keys of the damaged snapshots.
     #[serde(default)]
     #[schemars(skip_serializing_if = "Vec::is_empty", schema_with = "damaged_keys")]
     pub damaged: Vec<String>,
