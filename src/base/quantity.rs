@@ -1,11 +1,11 @@
-//! Counts and sizes, in texts for people.
+//! Formats counts and sizes for people.
 
-/// `1 row`, `2 rows`.
+/// Formats a count with its noun, as `1 row` or `2 rows`.
 pub fn counted(count: u64, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }
 
-/// `1.2 MiB`.
+/// Formats a size with a binary unit, as `1.2 MiB`.
 pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1024 {

@@ -1,12 +1,12 @@
-//! The change of `PLATFORM_KEY` while two keys are in use: secrets made with the previous key are replaced, until
-//! nothing needs the previous key.
+//! The change of `PLATFORM_KEY` while two keys are in use: replaces the secrets made with the previous key until
+//! nothing needs that key.
 //!
 //! Signing keys are resealed and fences re-signed here; host tokens rotate by heartbeats. None of this starts before
 //! every running process uses the current key: processes with different current keys would undo each other's work.
 //!
 //! The invariant: at any time, each running process can read what every other one has written. A process for which
-//! this would fail is refused at its start ([`admission`]). The store names the current key as well ([`mark`]): a
-//! database restored together with its settings knows nothing of a later change.
+//! this would fail is refused at its start ([`admission`]). The object store names the current key as well ([`mark`]),
+//! because a database and settings restored from before a change do not show that change.
 
 pub mod admission;
 mod fences;
@@ -26,7 +26,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_http::problem::chain;
 use svc_store::StoreError;
 
-/// Places where a test may stop the process, in the order in which they are reached.
+/// Failpoints of the key change, in the order in which they are reached.
 pub const POINTS: &[&str] = &[
     "platform-key-before-reseal",
     "platform-key-after-reseal",
@@ -36,18 +36,18 @@ pub const POINTS: &[&str] = &[
     "platform-key-after-sole",
 ];
 
-/// Serializes process starts with the end of a change.
+/// Lock that prevents process starts while a change ends.
 const KEYS_LOCK: &str = "platform keys";
 /// A process whose row has not been renewed for this many leases counts as ended.
 const LEASES_UNTIL_ENDED: u32 = 4;
 const MAX_INTERVAL: Duration = Duration::from_secs(5);
-/// Task of the processes' turns.
-const TASK: &str = "platform key change";
+/// Name under which processes claim their turn to run a pass.
+const TASK_NAME: &str = "platform key change";
 const BATCH: i64 = 100;
-/// Maximum signing keys per pass.
+/// Maximum number of signing keys to read.
 const MAX_SIGNING_KEYS: usize = 10_000;
 
-/// Why a part of the change failed; the next pass resumes.
+/// Why a pass of the change failed; the next pass resumes.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangeError {
     #[error(transparent)]
@@ -68,7 +68,7 @@ pub enum ChangeError {
     Injected(#[from] Injected),
 }
 
-/// This process among the platform's processes.
+/// Identifies this process and its keys to the platform's other processes.
 pub fn process(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
@@ -83,11 +83,11 @@ fn interval(own: &ProcessKeys) -> Duration {
     (own.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
 }
 
-/// Renews this process's row until the task is aborted, also during the drain, when it still writes.
+/// Renews this process's row until the task is aborted, including during the drain, when the process still writes.
 pub async fn renew(db: Db, own: ProcessKeys) {
-    let pause = interval(&own);
+    let period = interval(&own);
     loop {
-        tokio::time::sleep(pause).await;
+        tokio::time::sleep(period).await;
         let renewed = async { own.renew(&db.session().await?).await };
         if let Err(error) = renewed.await {
             tracing::warn!(error = %chain(&error), "the row of this process was not renewed");
@@ -95,33 +95,33 @@ pub async fn renew(db: Db, own: ProcessKeys) {
     }
 }
 
-/// Makes the change, until `stop`. Without a previous key there is nothing to do.
+/// Runs passes of the change until the platform stops. Does nothing if there is no previous key.
 pub async fn run(platform: Arc<Platform>, seal: Seal) {
     let own = &platform.process;
     if own.ids.previous.is_none() {
         return platform.stop.cancelled().await;
     }
-    let pause = interval(own);
+    let period = interval(own);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(period) => {}
         }
-        if let Err(error) = run_turn(&platform, &seal).await {
+        if let Err(error) = run_pass(&platform, &seal).await {
             tracing::warn!(error = %chain(&error), "the change of PLATFORM_KEY was interrupted; it resumes");
         }
     }
 }
 
-async fn run_turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
+async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let own = &platform.process;
     let session = platform.db.session().await?;
     let is_done = platform_keys::state(&session, &own.ids.current).await?.is_sole;
     if is_done || !own.is_settled(&session).await? {
         return Ok(());
     }
-    // One process at a time: each pass reads all remaining work.
-    if !db::tasks::claim_turn(&session, TASK, interval(own) / 2).await? {
+    // One process at a time, because each pass reads all remaining work.
+    if !db::tasks::claim_turn(&session, TASK_NAME, interval(own) / 2).await? {
         return Ok(());
     }
     drop(session);
@@ -132,7 +132,7 @@ async fn run_turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     Ok(())
 }
 
-/// Reseals, in one transaction, all signing keys that only the previous key decrypts.
+/// Reseals all signing keys that only the previous key decrypts, in one transaction.
 async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     if sealed_with_previous(&platform.db.session().await?, seal).await?.is_empty() {
         return Ok(());
@@ -142,8 +142,8 @@ async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     db::lock(&tx, LOCK).await?;
     let sealed = sealed_with_previous(&tx, seal).await?;
     for key in &sealed {
-        if let Some(again) = seal.rewrapped(&key.kid, &key.sealed)? {
-            db::keys::reseal(&tx, &key.kid, &again).await?;
+        if let Some(resealed) = seal.rewrapped(&key.kid, &key.sealed)? {
+            db::keys::reseal(&tx, &key.kid, &resealed).await?;
         }
     }
     failpoint::pass("platform-key-before-reseal")?;
@@ -157,25 +157,26 @@ async fn sealed_with_previous(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
 ) -> Result<Vec<db::keys::StoredKey>, DbError> {
-    let mut found = need::signing_keys(client).await?;
-    found.retain(|key| seal.sealed_with(&key.kid, &key.sealed) == super::keys::SealedWith::Previous);
-    Ok(found)
+    let mut keys = need::signing_keys(client).await?;
+    keys.retain(|key| seal.sealed_with(&key.kid, &key.sealed) == super::keys::SealedWith::Previous);
+    Ok(keys)
 }
 
-/// Records that nothing needs the previous key, if that is so.
+/// Ends the change if nothing needs the previous key any more.
 async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
-    // First without the lock, for which process starts wait: the result is negative until all tokens have rotated.
+    // Checked first without the lock, because process starts wait for the lock: this check ends the pass until all
+    // tokens have rotated.
     let need =
         need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() {
         return Ok(());
     }
-    // Otherwise a process that has only the current key would be refused.
+    // Before the previous key may be removed: while the mark names it, a process with only the current key is refused.
     mark::write(&platform.bucket, &own.ids).await?;
     let tx = db::begin(&mut session).await?;
-    // Until the transaction ends, no process with another current key starts.
+    // No process can start until the transaction ends.
     db::lock(&tx, KEYS_LOCK).await?;
     let need = need::KeyNeed::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() || !own.is_settled(&tx).await? {

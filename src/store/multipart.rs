@@ -1,6 +1,6 @@
-//! Multipart uploads with an id, so that another process can abort the upload of a killed process.
+//! Multipart uploads with ids, so that another process can abort the upload of a killed process.
 //!
-//! Owns the order of the parts. A store without ids (a directory, memory) keeps no parts that must be aborted.
+//! Owns the order of the parts. A store without upload ids (a directory, memory) has no uploads to abort.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,7 +12,7 @@ use object_store::path::Path;
 use object_store::{Error, MultipartId, MultipartUpload, PutPayload, PutResult, Result, UploadPart};
 use serde::{Deserialize, Serialize};
 
-/// An upload that has not ended.
+/// A multipart upload that has been neither completed nor aborted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OpenUpload {
@@ -35,8 +35,13 @@ impl UploadsWithIds {
     pub(super) async fn begin(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
         let id = self.0.create_multipart(key).await?;
         let open = OpenUpload { key: key.to_string(), upload_id: id.clone() };
-        let upload =
-            MultipartParts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
+        let upload = UploadInProgress {
+            store: self.clone(),
+            key: key.clone(),
+            id,
+            started: 0,
+            uploaded: Arc::default(),
+        };
         Ok((Box::new(upload), open))
     }
 
@@ -44,40 +49,40 @@ impl UploadsWithIds {
     pub(super) async fn abort_upload(&self, open: &OpenUpload) -> Result<()> {
         match self.0.abort_multipart(&Path::parse(&open.key)?, &open.upload_id).await {
             Err(Error::NotFound { .. }) => Ok(()),
-            end => end,
+            result => result,
         }
     }
 }
 
-/// An upload in progress.
+/// An upload in progress: numbers its parts and collects their ids.
 #[derive(Debug)]
-struct MultipartParts {
+struct UploadInProgress {
     store: UploadsWithIds,
     key: Path,
     id: MultipartId,
-    begun: usize,
-    arrived: Arc<Mutex<BTreeMap<usize, PartId>>>,
+    started: usize,
+    uploaded: Arc<Mutex<BTreeMap<usize, PartId>>>,
 }
 
 #[async_trait]
-impl MultipartUpload for MultipartParts {
+impl MultipartUpload for UploadInProgress {
     fn put_part(&mut self, data: PutPayload) -> UploadPart {
-        let index = self.begun;
-        self.begun += 1;
+        let index = self.started;
+        self.started += 1;
         let (store, key, id) = (self.store.clone(), self.key.clone(), self.id.clone());
-        let arrived = Arc::clone(&self.arrived);
+        let uploaded = Arc::clone(&self.uploaded);
         Box::pin(async move {
             let part = store.0.put_part(&key, &id, index, data).await?;
-            arrived.lock().unwrap_or_else(PoisonError::into_inner).insert(index, part);
+            uploaded.lock().unwrap_or_else(PoisonError::into_inner).insert(index, part);
             Ok(())
         })
     }
 
     async fn complete(&mut self) -> Result<PutResult> {
         let parts: Vec<PartId> =
-            self.arrived.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
-        if parts.len() < self.begun {
-            let source = format!("{} of {} parts have arrived", parts.len(), self.begun).into();
+            self.uploaded.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        if parts.len() < self.started {
+            let source = format!("{} of {} parts have arrived", parts.len(), self.started).into();
             return Err(Error::Generic { store: "multipart", source });
         }
         self.store.0.complete_multipart(&self.key, &self.id, parts).await

@@ -1,4 +1,4 @@
-//! What a host reports in its heartbeats.
+//! Reports on a host's health, backups, updates and snapshot checks, which heartbeats carry and the API returns.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,7 @@ words!(
     ComponentStatus { Ok = "ok", Failing = "failing" }
 );
 words!(
-    /// The outcome of a backup or of a check.
+    /// The outcome of a backup or a snapshot check.
     Outcome { Success = "success", Error = "error" }
 );
 words!(
@@ -25,7 +25,7 @@ words!(
 #[schemars(inline)]
 pub struct LastBackup {
     pub status: Text<Outcome>,
-    /// By the host's clock.
+    /// When the backup started, by the host's clock.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub began_at: Option<Time>,
     #[schemars(skip_serializing_if = "Option::is_none")]
@@ -44,21 +44,21 @@ pub struct LastBackup {
 pub struct LastUpdate {
     pub version: Text<ImageVersion>,
     pub outcome: Text<UpdateOutcome>,
-    #[schemars(schema_with = "any_text")]
+    #[schemars(schema_with = "nul_free_text")]
     pub stage: String,
     pub at: Time,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// The last checks of snapshots, by kind.
+/// The last snapshot checks, by kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct SnapshotChecks {
-    /// Stored snapshots were read in full.
+    /// The last verification, which reads stored snapshots in full.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verify: Option<SnapshotCheck>,
-    /// The latest snapshot was restored on trial.
+    /// The last drill, which restores the latest snapshot into a test database.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drill: Option<SnapshotCheck>,
 }
@@ -71,7 +71,7 @@ pub struct SnapshotCheck {
     pub at: Time,
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// The keys of damaged snapshots.
+    /// Keys of the damaged snapshots.
     #[serde(default)]
     #[schemars(skip_serializing_if = "Vec::is_empty", schema_with = "damaged_keys")]
     pub damaged: Vec<String>,
@@ -79,11 +79,11 @@ pub struct SnapshotCheck {
     pub error: Option<String>,
 }
 
-/// Maximum number of damaged snapshots in a report.
+/// Maximum number of damaged snapshots that a report names.
 pub const MAX_DAMAGED_KEYS: usize = 20;
 
-/// Text without NUL, which databases cannot store.
-fn any_text(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+/// The schema of text without NUL, which PostgreSQL cannot store.
+fn nul_free_text(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({ "type": "string", "pattern": "^[^\\u0000]*$" })
 }
 

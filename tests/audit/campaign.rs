@@ -1,17 +1,16 @@
-//! Random shell scripts, checked by an observer that is independent of the watcher: the record holds exactly the
-//! changes that the observer finds.
+//! Runs random shell scripts and checks that the record holds exactly the changes that an observer finds, which is
+//! independent of the watcher.
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
 
 use super::home::{ADA, Home, differences, recorded};
 
-/// A pseudo-random generator: the same seed gives the same numbers.
-struct Dice(u64);
+/// Generates pseudo-random scripts from a seed, reproducibly (splitmix64).
+struct ScriptGenerator(u64);
 
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        // splitmix64.
+impl ScriptGenerator {
+    fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -19,16 +18,16 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    fn of(&mut self, sides: u64) -> u64 {
-        self.roll() % sides
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next_u64() % bound
     }
 
-    fn pick<'a>(&mut self, all: &[&'a str]) -> &'a str {
-        all[usize::try_from(self.of(all.len() as u64)).expect("few")]
+    fn pick<'a>(&mut self, choices: &[&'a str]) -> &'a str {
+        choices[usize::try_from(self.below(choices.len() as u64)).expect("few")]
     }
 
     fn folder(&mut self) -> String {
-        let depth = self.of(3);
+        let depth = self.below(3);
         let mut path = String::from(".");
         for _ in 0..depth {
             path.push('/');
@@ -39,20 +38,20 @@ impl Dice {
 
     fn file(&mut self) -> String {
         let folder = self.folder();
-        // Some names are those of folders elsewhere, to provoke conflicts.
+        // Some names are also folder names, to provoke conflicts.
         let name = self.pick(&["f1", "f2", "f3", "f4", "'f 5'", "$'f\\n6'", "$'f\\xfe7'", "d1", "d2"]);
         format!("{folder}/{name}")
     }
 
     fn unique(&mut self) -> String {
-        format!("{:016x}", self.roll())
+        format!("{:016x}", self.next_u64())
     }
 
-    /// One step. Contents never repeat, because the observer compares only contents.
-    fn step(&mut self, touches: bool) -> String {
+    /// Returns one command line. Contents never repeat, because the observer compares only contents.
+    fn step(&mut self, can_touch: bool) -> String {
         let (f, g, d, e) = (self.file(), self.file(), self.folder(), self.folder());
         let (n, m) = (self.unique(), self.unique());
-        match self.of(if touches { 34 } else { 31 }) {
+        match self.below(if can_touch { 34 } else { 31 }) {
             0..=3 => format!("echo {n} > {f}"),
             4 => format!("echo {n} >> {f}"),
             5 => format!("mkdir -p {d}/n{m}/x/y; echo {n} > {d}/n{m}/x/y/z"),
@@ -70,8 +69,8 @@ impl Dice {
             17 => format!("sed -i s/$/{n}/ {f}"),
             18 => format!("ln -s {n} {f}"),
             19 => format!("ln -sfn {n} {f}"),
-            // Only through names that remain: a write through a name that is created and deleted meanwhile is
-            // invisible.
+            // The links are kept: a write through a hard link that is created and deleted in the same command is not
+            // detected.
             20 => format!("ln {f} ./k{m}"),
             21 => format!("ln {f} ./k{m}; echo {n} >> ./k{m}"),
             22 => format!("[ -s {f} ] && truncate -s +3 {f}; printf {n} | dd of={g} conv=notrunc bs=1"),
@@ -91,49 +90,50 @@ impl Dice {
         }
     }
 
-    fn script(&mut self, touches: bool) -> String {
-        // The README lists a file that is mapped and touched in the same command as undetected.
-        let is_mapping = self.of(12) == 0;
-        let touches = touches && !is_mapping;
-        let steps = 1 + self.of(14);
-        let mut script: String = (0..steps).map(|_| format!("{}\n", self.step(touches))).collect();
+    fn script(&mut self, can_touch: bool) -> String {
+        // docs/host/audit.md lists a write through `mmap` to a file that is also touched as not recorded.
+        let is_mapping = self.below(12) == 0;
+        let can_touch = can_touch && !is_mapping;
+        let steps = 1 + self.below(14);
+        let mut script: String = (0..steps).map(|_| format!("{}\n", self.step(can_touch))).collect();
         if is_mapping {
             let n = self.unique();
             script.push_str(&format!(
                 "f=$(find . -path ./system -prune -o -type f -size +20c -print -quit); [ -z \"$f\" ] || python3 -c '\nimport mmap, sys\nf = open(sys.argv[1], \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[:16] = b\"{n}\"' \"$f\"\n"
             ));
         }
-        if self.of(6) == 0 {
-            // Another process may still write the last of it.
+        if self.below(6) == 0 {
+            // Runs the script in a background process that the command waits for.
             script = format!("({script}) & wait\n");
         }
         format!("{script}true\n")
     }
 }
 
-fn play(seed: u64, scripts: u64, failpoints: &'static str) -> Result<Figures> {
+fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figures> {
     let mut home = Home::with_failpoints(failpoints)?;
     home.watch()?;
     let mut figures = Figures::new("audit_campaign");
-    for number in 0..scripts {
-        let mut dice = Dice(seed.wrapping_add(number));
-        let script = dice.script(failpoints.is_empty());
-        let context = || format!("seed {}, script:\n{script}", seed.wrapping_add(number));
-        if dice.of(8) == 0 {
+    for index in 0..count {
+        let mut generator = ScriptGenerator(seed.wrapping_add(index));
+        let script = generator.script(failpoints.is_empty());
+        let context = || format!("seed {}, script:\n{script}", seed.wrapping_add(index));
+        if generator.below(8) == 0 {
             // Changes by the owner, which no hook reports.
-            home.shell(&format!("echo {0} > own-{0}; mkdir -p d1/own; echo {0} > f1", dice.unique())).ok();
+            home.shell(&format!("echo {0} > own-{0}; mkdir -p d1/own; echo {0} > f1", generator.unique()))
+                .ok();
         }
         let before = home.states()?;
-        let found = home.run(ADA, &format!("{{ {script}}} 2>/dev/null")).with_context(context)?;
+        let entries = home.run(ADA, &format!("{{ {script}}} 2>/dev/null")).with_context(context)?;
         let after = home.states()?;
         // The marker is written by the test, not by the script.
         let mut expected = differences(&before, &after);
         expected.retain(|path, _| !path.starts_with(b"apps/marker"));
-        let said = recorded(&found).with_context(context)?;
+        let actual = recorded(&entries).with_context(context)?;
         let expected = expected.into_iter().map(|(path, op)| (path, op.to_owned())).collect();
-        ensure!(said == expected, "{}\n{}", context(), describe_difference(&said, &expected));
+        ensure!(actual == expected, "{}\n{}", context(), describe_difference(&actual, &expected));
         figures.fuzz_cases += 1;
-        if number % 100 == 99 {
+        if index % 100 == 99 {
             home.shell("find . -mindepth 1 -maxdepth 1 ! -name system -exec rm -rf {} +; mkdir apps")?;
         }
     }
@@ -142,15 +142,15 @@ fn play(seed: u64, scripts: u64, failpoints: &'static str) -> Result<Figures> {
 
 type Operations = std::collections::BTreeMap<Vec<u8>, String>;
 
-fn describe_difference(said: &Operations, expected: &Operations) -> String {
+fn describe_difference(actual: &Operations, expected: &Operations) -> String {
     let only = |one: &Operations, other: &Operations| -> Vec<String> {
-        let mine = one.iter().filter(|(path, op)| other.get(*path) != Some(op));
-        mine.map(|(path, op)| format!("{op} {}", String::from_utf8_lossy(path))).collect()
+        let unmatched = one.iter().filter(|(path, op)| other.get(*path) != Some(op));
+        unmatched.map(|(path, op)| format!("{op} {}", String::from_utf8_lossy(path))).collect()
     };
-    format!("invented: {:#?}\nmissed: {:#?}", only(said, expected), only(expected, said))
+    format!("unexpected: {:#?}\nmissing: {:#?}", only(actual, expected), only(expected, actual))
 }
 
-/// `AUDIT_SEED` replays the scripts of a failed run.
+/// The seed of the first script; `AUDIT_SEED` sets it to replay a failure.
 fn seed() -> Result<u64> {
     match std::env::var("AUDIT_SEED") {
         Ok(seed) => seed.parse().context("AUDIT_SEED"),
@@ -160,18 +160,19 @@ fn seed() -> Result<u64> {
 
 #[test]
 fn record_matches_changes_of_random_scripts() -> Result<()> {
-    play(seed()?, 40, "").map(drop)
+    run_scripts(seed()?, 40, "").map(drop)
 }
 
 #[test]
 fn record_matches_random_scripts_without_file_events() -> Result<()> {
-    play(seed()?, 12, "watch.look=return(error)").map(drop)
+    run_scripts(seed()?, 12, "watch.look=return(error)").map(drop)
 }
 
 #[test]
 #[ignore = "minutes: for the long tests"]
 fn long_record_matches_a_thousand_random_scripts() -> Result<()> {
-    let mut figures = play(seed()?, 1000, "")?;
-    figures.fuzz_cases += play(seed()?.wrapping_add(5000), 200, "watch.look=return(error)")?.fuzz_cases;
+    let mut figures = run_scripts(seed()?, 1000, "")?;
+    figures.fuzz_cases +=
+        run_scripts(seed()?.wrapping_add(5000), 200, "watch.look=return(error)")?.fuzz_cases;
     figures.record()
 }

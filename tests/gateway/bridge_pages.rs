@@ -1,4 +1,5 @@
-//! Pages: every order of every type, ties and NULLs, concurrent inserts, and cursors of other queries.
+//! Pagination of the bridge: sort orders of every column type, ties and NULLs, inserts between pages, and cursors of
+//! other queries. Also the comparison of NULLs in filters.
 
 use std::collections::HashSet;
 
@@ -8,21 +9,20 @@ use serde_json::{Value, json};
 use super::bridge::App;
 
 #[tokio::test]
-async fn pages_join_in_every_order_of_every_type() -> Result<()> {
+async fn pages_in_any_order_add_up_to_whole_result() -> Result<()> {
     let app = App::new().await?;
-    let nothing = Value::Null;
     let rows: Vec<Value> = (0..24_i64)
         .map(|n| {
-            let value = |value: Value| if n % 6 == 5 { nothing.clone() } else { value };
+            let or_null = |value: Value| if n % 6 == 5 { Value::Null } else { value };
             let k = n % 4;
             json!({
-                "title": value(json!(["", "B", "a", "é\"'\\"][k as usize])),
-                "done": value(json!(k > 1)), "size": value(json!(k - 2)),
-                "big": value(json!((i64::MAX - k).to_string())), "price": value(json!(format!("{k}.{k}0"))),
-                "ratio": value([json!("NaN"), json!("-Infinity"), json!(0.1), json!(-0.0)][k as usize].clone()),
-                "day": value(json!(format!("000{}-01-01", k + 1))),
-                "at": value(json!(format!("2026-01-01T00:00:00.00{k}Z"))),
-                "raw": value(json!(["", "AA==", "AAA=", "/w=="][k as usize])),
+                "title": or_null(json!(["", "B", "a", "é\"'\\"][k as usize])),
+                "done": or_null(json!(k > 1)), "size": or_null(json!(k - 2)),
+                "big": or_null(json!((i64::MAX - k).to_string())), "price": or_null(json!(format!("{k}.{k}0"))),
+                "ratio": or_null([json!("NaN"), json!("-Infinity"), json!(0.1), json!(-0.0)][k as usize].clone()),
+                "day": or_null(json!(format!("000{}-01-01", k + 1))),
+                "at": or_null(json!(format!("2026-01-01T00:00:00.00{k}Z"))),
+                "raw": or_null(json!(["", "AA==", "AAA=", "/w=="][k as usize])),
             })
         })
         .collect();
@@ -31,35 +31,35 @@ async fn pages_join_in_every_order_of_every_type() -> Result<()> {
         for direction in ["asc", "desc"] {
             let order = json!([{ "column": column, "direction": direction }, { "column": "size", "direction": "desc" }]);
             let find = |limit: u32, after: Option<&Value>| {
-                let mut more = json!({ "orderBy": order, "limit": limit });
+                let mut params = json!({ "orderBy": order, "limit": limit });
                 if let Some(after) = after {
-                    more["after"] = after.clone();
+                    params["after"] = after.clone();
                 }
-                app.body("find", more)
+                app.body("find", params)
             };
             let ids = |page: &Value| -> Vec<Value> {
                 page["data"].as_array().into_iter().flatten().map(|row| row["id"].clone()).collect()
             };
-            let whole = ids(&app.host.query(&find(1000, None)).await?.1);
-            let (mut joined, mut after) = (Vec::new(), None);
+            let all_ids = ids(&app.host.query(&find(1000, None)).await?.1);
+            let (mut paged_ids, mut after) = (Vec::new(), None);
             loop {
                 let (status, page) = app.host.query(&find(5, after.as_ref())).await?;
                 assert!(status.is_success(), "{column} {direction} {page}");
-                joined.extend(ids(&page));
+                paged_ids.extend(ids(&page));
                 after = Some(page["nextCursor"].clone()).filter(Value::is_string);
                 if after.is_none() {
                     break;
                 }
             }
-            assert_eq!(joined, whole, "{column} {direction}");
-            assert_eq!(joined.len(), 24);
+            assert_eq!(paged_ids, all_ids, "{column} {direction}");
+            assert_eq!(paged_ids.len(), 24);
         }
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn concurrent_inserts_cause_no_gap_or_duplicate() -> Result<()> {
+async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
     let app = App::new().await?;
     let rows: Vec<Value> = (0..20).map(|n| json!({ "title": "first", "size": n / 4 })).collect();
     app.data("insertMany", json!({ "rows": rows })).await?;
@@ -76,7 +76,7 @@ async fn concurrent_inserts_cause_no_gap_or_duplicate() -> Result<()> {
         if after.is_null() {
             break;
         }
-        // Before the cursor, at it, and after it.
+        // Before all rows, among them, and after all of them.
         for size in [-1, round % 5, 9] {
             app.insert(json!({ "title": "later", "size": size })).await?;
         }
@@ -95,25 +95,25 @@ async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
     app.data("insertMany", json!({ "rows": vec![json!({ "title": "a", "size": 1 }); 5] })).await?;
     let (_, page) = app.query("find", json!({ "filter": { "title": "a" }, "limit": 2 })).await?;
     let cursor = page["nextCursor"].clone();
-    let with = async |more: Value| -> Result<(u16, String)> {
+    let find_with = async |params: Value| -> Result<(u16, String)> {
         let mut find = json!({ "limit": 2, "after": cursor });
         find.as_object_mut()
             .into_iter()
-            .for_each(|find| find.extend(more.as_object().cloned().unwrap_or_default()));
-        let (status, answer) = app.query("find", find).await?;
-        Ok((status, answer["detail"].as_str().unwrap_or_default().to_owned()))
+            .for_each(|find| find.extend(params.as_object().cloned().unwrap_or_default()));
+        let (status, body) = app.query("find", find).await?;
+        Ok((status, body["detail"].as_str().unwrap_or_default().to_owned()))
     };
-    assert_eq!(with(json!({ "filter": { "title": { "eq": "a" } } })).await?.0, 200, "the same filter");
-    for (more, why) in [
+    assert_eq!(find_with(json!({ "filter": { "title": { "eq": "a" } } })).await?.0, 200, "the same filter");
+    for (params, reason) in [
         (json!({}), "belongs to another filter"),
         (json!({ "filter": { "title": "b" } }), "belongs to another filter"),
         (json!({ "filter": { "title": "a" }, "orderBy": ["size"] }), "belongs to another orderBy"),
         (json!({ "filter": { "title": "a" }, "after": "AAAA" }), "is not a cursor"),
         (json!({ "filter": { "title": "a" }, "after": "" }), "is not a cursor"),
     ] {
-        let (status, detail) = with(more.clone()).await?;
-        assert_eq!(status, 400, "{more}");
-        assert!(detail.starts_with("/after") && detail.contains(why), "{more}: {detail}");
+        let (status, detail) = find_with(params.clone()).await?;
+        assert_eq!(status, 400, "{params}");
+        assert!(detail.starts_with("/after") && detail.contains(reason), "{params}: {detail}");
     }
     Ok(())
 }

@@ -6,23 +6,23 @@ use serde_json::{Value, json};
 use super::site::Site;
 use svc_base::diagnosis::Findings;
 
-const JOURNAL: &str = "journalctl -u svc-gateway -n 50 on the host";
+const JOURNAL_HINT: &str = "journalctl -u svc-gateway -n 50 on the host";
 
 pub async fn health(site: &Site) -> Findings {
     let findings = Findings::new("gateway-health");
     let response = match site.get(&site.url("/readyz"), "application/json").await {
         Ok(response) => response,
-        Err(why) => return findings.problem(why, JOURNAL),
+        Err(why) => return findings.problem(why, JOURNAL_HINT),
     };
     let body = response.json().unwrap_or_default();
     if response.status.is_success() && body["status"] == "ready" && body["database"] == "ok" {
         return findings.ok("ready, and its database responds");
     }
     let what = format!("/readyz: {}: database {}, apps {}", response.status, body["database"], body["apps"]);
-    findings.problem(what, JOURNAL)
+    findings.problem(what, JOURNAL_HINT)
 }
 
-/// The database server that the gateway is connected to. It is reported only on the trusted socket.
+/// Fetches the database server that the gateway is connected to, which it reports only on the trusted socket.
 pub async fn database_server(site: &Site) -> Option<String> {
     let response = site.get(&site.url("/readyz"), "application/json").await.ok()?;
     response.json()?["server"].as_str().map(str::to_owned)
@@ -35,12 +35,12 @@ pub async fn schemas(site: &Site) -> Findings {
     let apps = site.get(&site.url("/api/apps"), "application/json").await;
     let (query, apps) = match (query, apps) {
         (Ok(query), Ok(apps)) => (query, apps),
-        (Err(why), _) | (_, Err(why)) => return findings.problem(why, JOURNAL),
+        (Err(why), _) | (_, Err(why)) => return findings.problem(why, JOURNAL_HINT),
     };
     if !query.status.is_success() {
-        return findings.problem(format!("POST /api/bridge/query: {}", query.status), JOURNAL);
+        return findings.problem(format!("POST /api/bridge/query: {}", query.status), JOURNAL_HINT);
     }
-    let listed = named(&query.json().unwrap_or_default()["data"], "app");
+    let listed = app_names(&query.json().unwrap_or_default()["data"], "app");
     let apps = apps.json().unwrap_or_default();
     let installed = apps["apps"].as_array().cloned().unwrap_or_default();
     let mut findings = findings;
@@ -50,9 +50,10 @@ pub async fn schemas(site: &Site) -> Findings {
             let why = app["error"].as_str().unwrap_or("no reason given");
             findings = findings.problem(format!("{slug}: {why}"), "check its svc.json");
         } else if app["tables"].as_array().is_some_and(|tables| !tables.is_empty())
-            && !listed.iter().any(|known| known == slug)
+            && !listed.iter().any(|name| name == slug)
         {
-            findings = findings.problem(format!("{slug} has tables that the bridge does not list"), JOURNAL);
+            findings =
+                findings.problem(format!("{slug} has tables that the bridge does not list"), JOURNAL_HINT);
         }
     }
     if listed.is_empty() {
@@ -62,15 +63,15 @@ pub async fn schemas(site: &Site) -> Findings {
     findings.or_ok(format!("{} apps: {}", listed.len(), listed.join(", ")))
 }
 
-/// The names of `data`, whether it is a list of objects or an object by name.
-fn named(data: &Value, key: &str) -> Vec<String> {
+/// Returns the names in `data`: an array of objects, or an object keyed by name.
+fn app_names(data: &Value, key: &str) -> Vec<String> {
     match data {
-        Value::Array(all) => all
+        Value::Array(items) => items
             .iter()
-            .filter_map(|one| one[key].as_str().or_else(|| one["slug"].as_str()))
+            .filter_map(|item| item[key].as_str().or_else(|| item["slug"].as_str()))
             .map(str::to_owned)
             .collect(),
-        Value::Object(all) => all.keys().cloned().collect(),
+        Value::Object(items) => items.keys().cloned().collect(),
         _ => Vec::new(),
     }
 }
@@ -83,37 +84,37 @@ pub async fn legacy_route(site: &Site) -> Findings {
             format!("/api/canvas answers {}", response.status),
             "an old gateway, or a proxy in front of it that answers instead",
         ),
-        Err(why) => findings.problem(why, JOURNAL),
+        Err(why) => findings.problem(why, JOURNAL_HINT),
     }
 }
 
-/// Checks the icons of a missing app and of every app: each must be an image, with the same bytes twice.
+/// Checks the icons of a missing app and of every app: each must be an image, and the same in two responses.
 pub async fn icons(site: &Site) -> Findings {
     let mut findings = Findings::new("icons");
     let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
     let mut paths = vec![missing];
     let apps = site.get(&site.url("/api/apps"), "application/json").await;
     let apps = apps.ok().and_then(|response| response.json()).unwrap_or_default();
-    let known = apps["apps"].as_array().into_iter().flatten();
-    paths.extend(known.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
+    let installed = apps["apps"].as_array().into_iter().flatten();
+    paths.extend(installed.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
     for path in &paths {
-        if let Err(why) = icon(site, path).await {
+        if let Err(why) = check_icon(site, path).await {
             findings = findings.problem(format!("{path}: {why}"), "the shell would request it repeatedly");
         }
     }
     findings.or_ok(format!("{} icons and the fallback of a missing one, all stable", paths.len() - 1))
 }
 
-async fn icon(site: &Site, path: &str) -> Result<(), String> {
+async fn check_icon(site: &Site, path: &str) -> Result<(), String> {
     let first = site.get(&site.url(path), "image/*").await?;
-    let again = site.get(&site.url(path), "image/*").await?;
+    let second = site.get(&site.url(path), "image/*").await?;
     if !first.status.is_success() {
         return Err(format!("it answers {}", first.status));
     }
     if !first.kind.starts_with("image/") {
         return Err(format!("it is {:?}, not an image", first.kind));
     }
-    if first.body.is_empty() || first.body != again.body {
+    if first.body.is_empty() || first.body != second.body {
         return Err("two requests returned different bytes".to_owned());
     }
     Ok(())

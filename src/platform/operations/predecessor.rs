@@ -1,5 +1,5 @@
-//! The machine that an operation takes out of service: the last registered one of the slot, or the deleted one
-//! itself. Also the steps that switch its server off and, if an operator chose that, delete it.
+//! The machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
+//! deleted machine itself. Also the steps that switch off its server and, if an operator chose that, delete it.
 //!
 //! The invariant: a server is switched off after the fence is set. It is deleted here only if a final backup exists
 //! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
@@ -20,17 +20,17 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const SHUTDOWN_REQUESTED: &str = "shutdownAsked";
 /// The age of the step, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
-/// A power cut that has not switched the server off is repeated after this time.
+/// Delay before the power is cut again if the server is still on.
 const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
-/// The provider has reported the server missing once.
+/// Set when the provider has reported the server missing once.
 const ABSENT: &str = "absent";
 /// Time between the two reports that confirm a missing server.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The machine that leaves service; `None` if no machine of the slot ever served.
+/// Returns the machine that the operation takes out of service; `None` if none has ever served.
 ///
 /// # Errors
-/// [`StepError`].
+/// [`StepError`] if the database fails.
 pub async fn leaving_machine(held: &HeldOperation<'_>) -> Result<Option<MachineRow>, StepError> {
     let machine = held.machine().await?;
     if held.kind == OperationKind::Delete {
@@ -40,12 +40,12 @@ pub async fn leaving_machine(held: &HeldOperation<'_>) -> Result<Option<MachineR
     Ok(db::machines::last_registered(&session, &machine).await?)
 }
 
-/// Switches the server off: requests a shutdown, then cuts the power.
+/// Switches off the server: requests a shutdown, then cuts the power.
 pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let outcome = try_power_off(held).await?;
     let options = held.operation.options;
     match outcome {
-        // If the server seems gone, the reconciler checks once more after its retention would have ended.
+        // A server that seems gone is not released: the reconciler checks again when its retention would have ended.
         StepOutcome::Done { note, record: StepRecord::Nothing }
             if held.kind == OperationKind::Delete
                 && options.now
@@ -76,7 +76,7 @@ async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
     match switch_off(held, ServerId(id), age).await {
         Ok(Some(outcome)) => Ok(outcome),
         Ok(None) => Ok(confirm_gone(held, &machine)),
-        // A provider error does not block the slot's new machine.
+        // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot switch a server off yet");
             let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
@@ -124,7 +124,7 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// After two reports that it is missing, a server is gone: it cannot be kept or reinstated.
+/// Records a server as gone, so that it cannot be kept or reinstated, after two reports that it is missing.
 fn confirm_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = held.facts();
     if facts.contains_key(ABSENT) {

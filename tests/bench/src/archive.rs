@@ -13,28 +13,29 @@ pub const TOTAL_BYTES: u64 = 460_000_000;
 pub const VERSION: &str = "bench-1";
 /// A few large programs, like a language runtime and the product's binary.
 const LARGE_FILES: [u64; 4] = [96 << 20, 48 << 20, 24 << 20, 12 << 20];
-/// Each block starts with noise; text fills the rest. This yields the ratio of real bundles: 460 MB from 178 MB.
+/// Each block starts with random bytes, and text fills the rest. This yields the compression ratio of real bundles:
+/// 178 MB for 460 MB.
 const BLOCK_BYTES: usize = 4096;
 const NOISE_BYTES: usize = 952;
 
-/// Returns the archive with its SHA-256, and creates it if it is missing.
+/// Returns the archive's path and SHA-256. Creates the archive if it is missing.
 pub fn ensure(dir: &Path) -> Result<(PathBuf, String)> {
     let path = dir.join("bundle.tar.gz");
     if !path.exists() {
         println!("  making an archive of {FILE_COUNT} files, once");
         fs::create_dir_all(dir)?;
         let partial = dir.join(".bundle.tar.gz");
-        write(BufWriter::new(File::create(&partial)?))?;
+        write_archive(BufWriter::new(File::create(&partial)?))?;
         fs::rename(&partial, &path)?;
     }
     let digest = kit::fetch::sha256(&path)?;
     Ok((path, digest))
 }
 
-fn write(to: impl Write) -> Result<()> {
-    let packed = GzBuilder::new().write(to, Compression::new(6));
-    let mut archive = Builder::new(packed);
-    let mut source = ContentGenerator(0x5376_6342_656e_6368);
+fn write_archive(output: impl Write) -> Result<()> {
+    let encoder = GzBuilder::new().write(output, Compression::new(6));
+    let mut archive = Builder::new(encoder);
+    let mut generator = ContentGenerator(0x5376_6342_656e_6368);
     let mut add = |path: &str, content: &[u8], mode: u32| -> Result<()> {
         let mut header = Header::new_gnu();
         header.set_entry_type(EntryType::Regular);
@@ -49,16 +50,20 @@ fn write(to: impl Write) -> Result<()> {
     add("bin/svc", b"#!/bin/sh\n", 0o755)?;
     let mut remaining = TOTAL_BYTES;
     for (n, size) in LARGE_FILES.into_iter().enumerate() {
-        add(&format!("runtime/large/{n}"), &source.content(size), 0o755)?;
+        add(&format!("runtime/large/{n}"), &generator.content(size), 0o755)?;
         remaining -= size;
     }
-    let small = u64::from(FILE_COUNT) - LARGE_FILES.len() as u64 - 2;
-    for n in 0..small {
-        // From a tenth of the mean to almost twice the mean.
-        let mean = remaining / (small - n);
-        let size = if n + 1 == small { remaining } else { mean / 10 + source.next() % (mean * 9 / 5).max(1) };
+    let small_files = u64::from(FILE_COUNT) - LARGE_FILES.len() as u64 - 2;
+    for n in 0..small_files {
+        // Sizes range from 0.1 to 1.9 times the mean of the remaining files.
+        let mean = remaining / (small_files - n);
+        let size = if n + 1 == small_files {
+            remaining
+        } else {
+            mean / 10 + generator.next() % (mean * 9 / 5).max(1)
+        };
         let size = size.min(remaining);
-        add(&format!("runtime/node_modules/m{}/lib/f{n}.js", n % 331), &source.content(size), 0o644)?;
+        add(&format!("runtime/node_modules/m{}/lib/f{n}.js", n % 331), &generator.content(size), 0o644)?;
         remaining -= size;
     }
     archive.into_inner()?.finish()?.flush()?;
@@ -80,12 +85,12 @@ impl ContentGenerator {
         let size = usize::try_from(size).unwrap_or_default();
         let mut content = Vec::with_capacity(size + BLOCK_BYTES);
         while content.len() < size {
-            let noise = content.len() + NOISE_BYTES;
-            while content.len() < noise {
+            let noise_end = content.len() + NOISE_BYTES;
+            while content.len() < noise_end {
                 content.extend_from_slice(&self.next().to_le_bytes());
             }
-            let block = noise - NOISE_BYTES + BLOCK_BYTES;
-            while content.len() < block {
+            let block_end = noise_end - NOISE_BYTES + BLOCK_BYTES;
+            while content.len() < block_end {
                 let n = self.next();
                 content.extend_from_slice(WORDS[(n % WORDS.len() as u64) as usize].as_bytes());
                 content.extend_from_slice(if n & 0x700 == 0 { b"\n    " } else { b" " });

@@ -1,4 +1,4 @@
-//! The progress of the step `last_backup`, kept in the operation's facts between tries.
+//! The progress of the step `last_backup`, stored in the operation's facts between attempts.
 
 use std::time::Duration;
 
@@ -14,56 +14,57 @@ use crate::operations::step::StepOutcome;
 use svc_base::clock;
 use svc_base::untrusted_text::bounded;
 
-/// Key of an operation's facts: this step's progress.
+/// Key of this step's progress in an operation's facts.
 const FACTS: &str = "lastBackup";
-/// Less progress than this within the stall timeout counts as none.
+/// Minimum number of additional bytes that counts as progress.
 const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 
-/// Times are by the database's clock, except request times, which are by the host's clock, as in snapshots.
+/// Times are by the database's clock; request times are by the host's clock, like those of snapshots.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct LastBackupProgress {
-    /// Since when a backup is awaited: since the first try, or since an operator restarted the step.
+    /// When the wait for a backup started: at the first attempt, or when an operator restarted the step.
     #[serde(with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
-    /// Since when every call to the host has failed.
+    /// When the host became unreachable: every call since then has failed.
     #[serde(with = "clock::wire_option")]
     pub unreachable_since: Option<Timestamp>,
     pub has_stopped: bool,
-    /// Since when the host has been stopping its writers.
+    /// When the host started to stop its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,
     /// The lowest count of running dispatches that the host has reported.
     running_dispatches: Option<u64>,
-    /// The pending request.
+    /// The time of the pending request.
     #[serde(with = "clock::wire_option")]
     pub requested_at: Option<Timestamp>,
-    /// The first request, made after the writers had stopped.
+    /// The time of the first request, which was made after the writers had stopped.
     #[serde(with = "clock::wire_option")]
     first_requested_at: Option<Timestamp>,
-    /// The latest request by the host's clock, and its time by the database's clock.
+    /// The time of the latest request by the host's clock; the next field is the same time by the database's clock.
     #[serde(with = "clock::wire_option")]
     host_clock_at: Option<Timestamp>,
     #[serde(with = "clock::wire_option")]
     host_clock_noted_at: Option<Timestamp>,
     requests: u32,
-    /// The stage and bytes at the last progress, and its time.
+    /// The stage and bytes at the last progress; `progress_at` is its time.
     stage: Option<String>,
     bytes: u64,
     #[serde(with = "clock::wire_option")]
     pub progress_at: Option<Timestamp>,
     /// The problem that an operator was asked about.
     pub trouble: Option<String>,
-    /// The operation that this one waits for, as logged.
+    /// The last logged wait for another operation, so that each wait is logged only once.
     pub waits_for: Option<String>,
 }
 
 impl LastBackupProgress {
     pub fn load(held: &HeldOperation<'_>) -> Self {
-        let known = held.operation.facts.get(FACTS).cloned();
-        known.and_then(|known| serde_json::from_value(known).ok()).unwrap_or_default()
+        let stored = held.operation.facts.get(FACTS).cloned();
+        stored.and_then(|stored| serde_json::from_value(stored).ok()).unwrap_or_default()
     }
 
+    /// Returns the operation's facts with this progress inserted.
     pub fn facts(&self, held: &HeldOperation<'_>) -> Map<String, Value> {
         let mut facts = held.facts();
         facts.insert(FACTS.to_owned(), serde_json::to_value(self).unwrap_or_default());
@@ -88,20 +89,20 @@ impl LastBackupProgress {
         self.progress_at = Some(now);
     }
 
-    /// When a complete snapshot can have been taken; `None` before the first request.
+    /// The window in which a final snapshot can have been taken; `None` before the first request.
     pub fn snapshot_window(&self, now: Timestamp) -> Option<SnapshotWindow> {
         let since = self.first_requested_at()?;
-        let noted = self.host_clock_at.zip(self.host_clock_noted_at);
-        let host_now = noted.and_then(|(at, noted)| at.checked_add(now.duration_since(noted)).ok());
+        let reading = self.host_clock_at.zip(self.host_clock_noted_at);
+        let host_now = reading.and_then(|(at, noted_at)| at.checked_add(now.duration_since(noted_at)).ok());
         Some(SnapshotWindow { since, now: host_now.unwrap_or(now) })
     }
 
-    /// Start of the time in which a snapshot is complete. An earlier release recorded only the latest request.
+    /// Start of the snapshot window. An earlier release recorded only the latest request.
     fn first_requested_at(&self) -> Option<Timestamp> {
         self.first_requested_at.or(self.requested_at)
     }
 
-    /// Restarts the step after an operator requested that. Snapshots of earlier requests still count.
+    /// The progress after an operator restarts the step. Snapshots of earlier requests still count.
     pub fn restarted(self) -> Self {
         Self {
             first_requested_at: self.first_requested_at(),
@@ -111,18 +112,19 @@ impl LastBackupProgress {
         }
     }
 
-    /// Another stage, fewer bytes (a new run), or enough additional bytes count as progress. A dishonest host is
-    /// bounded by [`Self::is_overdue`].
+    /// Records the host's report. Another stage, fewer bytes (a new run), or enough additional bytes count as progress.
+    /// [`Self::is_overdue`] limits a host that reports false progress.
     pub fn record(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
         let stage = host.stage.as_deref().map(bounded);
-        let enough = self.bytes.saturating_add(MIN_PROGRESS_BYTES);
-        if stage != self.stage || bytes < self.bytes || bytes >= enough {
+        let threshold = self.bytes.saturating_add(MIN_PROGRESS_BYTES);
+        if stage != self.stage || bytes < self.bytes || bytes >= threshold {
             (self.stage, self.bytes, self.progress_at) = (stage, bytes, Some(now));
         }
     }
 
-    /// Only a falling count is progress: a host could report growing ones forever.
+    /// Records the count of running dispatches. Only a new minimum is progress: a host could report rising counts
+    /// forever.
     pub fn record_running(&mut self, count: u64, now: Timestamp) {
         self.stopping_since.get_or_insert(now);
         if self.running_dispatches.is_none_or(|lowest| count < lowest) {
@@ -131,7 +133,7 @@ impl LastBackupProgress {
         }
     }
 
-    /// Whether the deadline for stopping writers has passed. The host's reports do not extend it.
+    /// Whether the deadline for stopping the writers has passed. The host's reports do not extend it.
     pub fn is_stop_overdue(&self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let limit = signed_duration(held.platform.config.timing.last_backup_stall);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
@@ -143,13 +145,13 @@ impl LastBackupProgress {
         now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_limit)
     }
 
-    /// Whether there has been no progress for longer than the stall timeout.
+    /// Whether there has been no progress for the stall timeout.
     pub fn is_stalled(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
         now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_stall)
     }
 
-    /// Requests a failed backup again, a few times.
+    /// Schedules a new request after a failed backup, up to `MAX_REQUESTS` in total.
     pub fn retry_request(&mut self, error: String) -> AttemptOutcome {
         if self.requests >= MAX_REQUESTS {
             return AttemptOutcome::Failed(BackupFailure::Failed(error));
@@ -173,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn rising_dispatch_count_is_no_progress() {
+    fn progress_requires_new_stage_new_run_or_enough_bytes() {
         let mut progress = LastBackupProgress::default();
         progress.record(&host("dump", 1), at(0));
         for poll in 1..1000 {

@@ -1,5 +1,5 @@
 //! Skips a host that cannot make a final backup. Such a host may have stored a snapshot that the pointer does not
-//! name, as during an outage session: an operator decides whether the new machine is restored from it.
+//! name, for example with an outage session: an operator decides whether to restore the new machine from it.
 //!
 //! The invariant: the pointer is unchanged, and a machine is never silently restored from an older snapshot than the
 //! newest one.
@@ -17,9 +17,9 @@ use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_store::{StoreError, newer_snapshot, pointer_io};
 
-/// Code of the question which snapshot the new machine is restored from.
+/// Code of the question: which snapshot is restored to the new machine?
 pub const NEWER_SNAPSHOT: &str = "newer_snapshot";
-/// Key of an operation's facts: an operator has answered the question.
+/// Key in an operation's facts, set when an operator has answered the question.
 pub const ANSWERED: &str = "newerSnapshotAnswered";
 /// Timeout of all store requests of one search.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
@@ -30,7 +30,7 @@ pub enum SkipReason {
     ServerGone,
     OutOfService,
     Silent,
-    /// An operator stopped the wait for its backup.
+    /// An operator stopped waiting for its backup.
     GivenUp,
 }
 
@@ -45,15 +45,16 @@ impl SkipReason {
     }
 }
 
-/// Whether an operator has chosen the snapshot: the host is not called again.
+/// Whether an operator has chosen the snapshot. If so, the host is not called again.
 pub fn is_answered(held: &HeldOperation<'_>) -> bool {
     held.facts().contains_key(ANSWERED)
 }
 
-/// Continues without a final backup, or asks which snapshot to restore.
+/// Continues without a final backup, or asks the operator which snapshot to restore.
 ///
 /// # Errors
-/// [`StepError`], also if the store cannot show whether a newer snapshot exists.
+/// [`StepError`] if the database fails, the operation is no longer held, or the store cannot be searched for a newer
+/// snapshot.
 pub async fn pass_over(
     held: &HeldOperation<'_>,
     machine: &MachineRow,
@@ -67,11 +68,11 @@ pub async fn pass_over(
     let stored = format!("{} of {}", newer.key, rfc3339_ms(newer.taken_at));
     let saved = NewestCopy::Snapshot(newer.taken_at);
     if held.kind == OperationKind::Delete {
-        let more = format!("; it is {}, stored and not the latest", newer.key);
-        return Ok(skip_backup(held, machine, reason, &saved, &more));
+        let suffix = format!("; it is {}, stored and not the latest", newer.key);
+        return Ok(skip_backup(held, machine, reason, &saved, &suffix));
     }
     let chosen = held.machine().await?.restore_snapshot;
-    let more = match &chosen {
+    let suffix = match &chosen {
         Some(key) if *key == newer.key => {
             format!("; the new machine begins with {stored}, which was not the latest")
         }
@@ -82,15 +83,15 @@ pub async fn pass_over(
         }
         _ => {
             held.record_unrestored(newer.key.clone()).await?;
-            let begins = chosen.unwrap_or_else(|| latest.to_string());
-            format!("; the operator chose {begins}, and {stored} is not restored")
+            let chosen = chosen.unwrap_or_else(|| latest.to_string());
+            format!("; the operator chose {chosen}, and {stored} is not restored")
         }
     };
-    Ok(skip_backup(held, machine, reason, &saved, &more))
+    Ok(skip_backup(held, machine, reason, &saved, &suffix))
 }
 
-/// Records a newer snapshot after an operator accepted that a reachable host makes no final backup; returns text for
-/// the log.
+/// Records a newer snapshot after an operator accepted that a reachable host makes no final backup. Returns a suffix
+/// for the note in the log.
 pub async fn record_unrestored(held: &HeldOperation<'_>, machine: &MachineRow) -> String {
     let Ok(Some(newer)) = Box::pin(find_newer_snapshot(held, machine)).await else { return String::new() };
     if held.kind != OperationKind::Delete && held.record_unrestored(newer.key.clone()).await.is_err() {
@@ -123,14 +124,14 @@ fn skip_backup(
     machine: &MachineRow,
     reason: SkipReason,
     saved: &NewestCopy,
-    more: &str,
+    suffix: &str,
 ) -> StepOutcome {
     let (id, since, why) = (machine.id, saved.until(), reason.note());
-    let accepts = held.operation.options.accept_loss;
+    let accepts_loss = held.operation.options.accept_loss;
     let (note, record) = match reason {
         SkipReason::OutOfService => (why.to_owned(), StepRecord::Nothing),
         SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), StepRecord::Nothing),
-        SkipReason::Silent | SkipReason::GivenUp if accepts => (
+        SkipReason::Silent | SkipReason::GivenUp if accepts_loss => (
             format!(
                 "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
             ),
@@ -141,12 +142,14 @@ fn skip_backup(
             StepRecord::Unsaved { machine: id, since },
         ),
     };
-    StepOutcome::Done { note: Some((note + more).into()), record }
+    StepOutcome::Done { note: Some((note + suffix).into()), record }
 }
 
-/// Finds a complete snapshot that is newer than the latest one: of this machine or, if it has made none, an earlier
-/// machine's that was not restored to it. An unreadable pointer is left to the next step, and a deletion restores
-/// nothing.
+/// Finds a complete snapshot that is newer than the latest one: this machine's or, if it has made none, an earlier
+/// machine's that was not restored to it.
+///
+/// Also returns `None` if the pointer names no snapshot, if it is unreadable (which is left to the next step), or if
+/// the search fails for a deletion, which restores nothing.
 async fn find_newer_snapshot(
     held: &HeldOperation<'_>,
     machine: &MachineRow,

@@ -1,4 +1,4 @@
-//! A host: a persistent disk, and a session while its power is on.
+//! A simulated host: a persistent disk, and a session while its power is on.
 
 use std::net::Ipv4Addr;
 use std::os::unix::process::ExitStatusExt;
@@ -18,7 +18,7 @@ use super::boot;
 use super::disk::Disk;
 use super::session::PowerSession;
 
-/// State of a host's boot.
+/// Boot state of a host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum BootState {
@@ -71,12 +71,12 @@ impl ProcessHost {
         self.state.borrow().clone()
     }
 
-    /// Extra environment for all processes of the next session only.
+    /// Sets extra environment variables for all processes of the next session only.
     pub(in super::super) fn set_next_env(&self, env: Vec<(String, String)>) {
         *self.next_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
 
-    /// Powers on; the boot runs in the background. Does nothing if the machine is on.
+    /// Powers on; the boot runs in the background. Does nothing if the machine is already on.
     pub(in super::super) fn boot(self: &Arc<Self>) {
         let Some(session) = self.power_on().unwrap_or_else(|error| {
             self.fail("power", &error);
@@ -105,12 +105,12 @@ impl ProcessHost {
         );
     }
 
-    /// Waits for the end of the boot; fails if the boot failed or the power was cut.
+    /// Waits until the boot ends. Fails if the boot failed, the machine is off, or the timeout expires.
     pub(in super::super) async fn wait_until_booted(&self, timeout: Duration) -> Result<()> {
         let mut state = self.state.subscribe();
-        let ended = tokio::time::timeout(timeout, state.wait_for(|state| *state != BootState::Booting));
+        let booted = tokio::time::timeout(timeout, state.wait_for(|state| *state != BootState::Booting));
         let state =
-            ended.await.with_context(|| format!("{} is still booting after {timeout:?}", self.name))?;
+            booted.await.with_context(|| format!("{} is still booting after {timeout:?}", self.name))?;
         match &*state.context("the machine is gone")? {
             BootState::Up => Ok(()),
             BootState::Failed { stage, message } => bail!("{}: boot failed at {stage}: {message}", self.name),
@@ -118,7 +118,7 @@ impl ProcessHost {
         }
     }
 
-    /// Powers off: all processes are killed.
+    /// Cuts the power, which kills all processes.
     pub(in super::super) async fn cut(&self) {
         let session = self.session().take();
         if let Some(session) = session {
@@ -183,7 +183,7 @@ impl ProcessHost {
         Ok(())
     }
 
-    /// Starts only PostgreSQL on the disk; returns the URL of the database `svc`.
+    /// Starts only the PostgreSQL server of the disk; returns the URL of the database `svc`.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
         ensure!(self.disk.exists(), "{} was never started", self.name);
         if let Some(session) = self.power_on()? {
@@ -196,7 +196,7 @@ impl ProcessHost {
         self.current_session()?.database_url().context("the machine is on, but its database is not up")
     }
 
-    /// Creates a session; `None` if there is one.
+    /// Creates a session; returns `None` if there already is one.
     fn power_on(&self) -> Result<Option<Arc<PowerSession>>> {
         let mut current = self.session();
         ensure!(!self.closed.load(Ordering::SeqCst), "the simulator is closed");
@@ -209,7 +209,7 @@ impl ProcessHost {
         Ok(Some(session))
     }
 
-    /// The environment of all processes of the host; nothing else of this process is inherited.
+    /// The environment of a session's processes, which inherit nothing else from this process. Clears `next_env`.
     fn env(&self) -> Vec<(String, String)> {
         let pair = |name: &str, value: String| (name.to_owned(), value);
         let mut env = vec![
