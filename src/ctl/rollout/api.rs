@@ -93,8 +93,13 @@ pub async fn icons(site: &Site) -> Findings {
     let mut findings = Findings::new("icons");
     let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
     let mut paths = vec![missing];
-    let apps = site.get(&site.url("/api/apps"), "application/json").await;
-    let apps = apps.ok().and_then(|response| response.json()).unwrap_or_default();
+    let apps = match site.get(&site.url("/api/apps"), "application/json").await {
+        Ok(response) if response.status.is_success() => response.json().unwrap_or_default(),
+        Ok(response) => {
+            return findings.problem(format!("/api/apps: {}", response.status), JOURNAL_HINT);
+        }
+        Err(why) => return findings.problem(why, JOURNAL_HINT),
+    };
     let installed = apps["apps"].as_array().into_iter().flatten();
     paths.extend(installed.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
     for path in &paths {
