@@ -1,4 +1,4 @@
-//! `svcctl doctor` against a running host and platform: every finding is provoked, and no secret is printed.
+//! `svcctl doctor` against a running host and platform: the tests provoke each problem, and no secret is printed.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
-/// A report as programs parse it.
+/// The exit code and the output of a run with `--json`.
 pub struct Report {
     pub code: Option<i32>,
     pub json: Value,
@@ -29,7 +29,7 @@ impl Report {
         all.iter().filter(move |finding| finding["check"] == check)
     }
 
-    /// Asserts a finding of this level that contains `part` and, for warnings and problems, a next step.
+    /// Asserts a finding of this level that contains `part`. Only warnings and problems have a next step.
     #[track_caller]
     pub fn has(&self, check: &str, level: &str, part: &str) {
         let found = self.of(check).any(|finding| {
@@ -67,12 +67,12 @@ impl Fleet {
         kit::child::remove_on_exit(dir.path());
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
         let stack = Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0;
-        let good = async |args: &[&str]| stack.svcctl(args).await.unwrap().success().unwrap();
-        good(&["slot", "set", "user_story", "--plan", "starter"]).await;
+        let svcctl = async |args: &[&str]| stack.svcctl(args).await.unwrap().success().unwrap();
+        svcctl(&["slot", "set", "user_story", "--plan", "starter"]).await;
         let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
         let out = built.dir.to_str().unwrap();
-        good(&["bundle", "publish", out, "--image-version", "story-1"]).await;
-        let run = good(&["--json", "provision", "user_story", "--handle", "ada", "--wait=200"]).await;
+        svcctl(&["bundle", "publish", out, "--image-version", "story-1"]).await;
+        let run = svcctl(&["--json", "provision", "user_story", "--handle", "ada", "--wait=200"]).await;
         let machine: Value = run.json().unwrap();
         let server = format!("svc-{}", machine["machineId"].as_str().unwrap());
         let disk = stack.provider.disk(&server).unwrap();
@@ -83,7 +83,7 @@ impl Fleet {
         format!("svc-{}", self.machine["machineId"].as_str().unwrap())
     }
 
-    /// The environment of a person on the machine.
+    /// The environment of someone logged in to the machine.
     pub fn host_env(&self) -> Vec<(String, String)> {
         let listen = format!(
             "{}:{}",
@@ -95,14 +95,14 @@ impl Fleet {
             .to_vec()
     }
 
-    async fn host(&self) -> Report {
+    async fn check_host(&self) -> Report {
         let report = report(&self.stack.svc, &["doctor"], &self.host_env()).await;
         assert_eq!(report.json["subject"], "host", "{}", report.said);
         self.assert_no_secret(&report);
         report
     }
 
-    async fn platform(&self, changes: &[(&str, &str)], args: &[&str]) -> Report {
+    async fn check_platform(&self, changes: &[(&str, &str)], args: &[&str]) -> Report {
         let mut env = self.stack.platform_env().to_vec();
         env.retain(|(name, _)| !changes.iter().any(|(changed, _)| changed == name));
         let changes = changes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
@@ -113,16 +113,16 @@ impl Fleet {
         report
     }
 
-    /// Publishes a manifest for the bundle; by default with the digest of its archive.
-    fn sign(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
+    /// Publishes a signed manifest for the bundle, by default with the digest of its archive.
+    fn publish(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
         let store = &self.stack.store;
         let object = |suffix: &str| format!("system-bundles/story-1/svc-host-bundle.tar.gz{suffix}");
-        let stated = store.read(kit::story::BUCKET, &object(".sha256")).unwrap();
-        let stated = String::from_utf8(stated).unwrap().split_whitespace().next().unwrap().to_owned();
+        let published = store.read(kit::story::BUCKET, &object(".sha256")).unwrap();
+        let published = String::from_utf8(published).unwrap().split_whitespace().next().unwrap().to_owned();
         let manifest = Manifest {
             version: 1,
             image_version: "story-1".to_owned(),
-            sha256: digest.unwrap_or(stated),
+            sha256: digest.unwrap_or(published),
             size_bytes: 1,
             min_version: None,
             created_at: "2026-01-01T00:00:00.000Z".to_owned(),
@@ -134,7 +134,7 @@ impl Fleet {
         store.write(kit::story::BUCKET, &object(".json"), manifest);
     }
 
-    /// Asserts that the output contains no secret of the hosts or the platform.
+    /// Asserts that the output contains no secret of the machine or the platform.
     #[track_caller]
     fn assert_no_secret(&self, report: &Report) {
         let mut secrets = vec![self.stack.secret.clone(), self.stack.key.clone()];
@@ -158,8 +158,8 @@ impl Fleet {
         self.disk.join("opt/svc/env").join(name)
     }
 
-    /// The report while a file is changed.
-    async fn host_with(&self, path: &str, content: impl FnOnce(&str) -> Option<String>) -> Report {
+    /// Checks the host while a file is changed or removed.
+    async fn check_with(&self, path: &str, content: impl FnOnce(&str) -> Option<String>) -> Report {
         let path = self.disk.join(path);
         let before = fs::read_to_string(&path).ok();
         let mode = fs::metadata(&path).map(|meta| meta.permissions()).ok();
@@ -168,7 +168,7 @@ impl Fleet {
             None => fs::remove_file(&path).unwrap(),
         }
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).ok();
-        let report = self.host().await;
+        let report = self.check_host().await;
         match before {
             Some(text) => fs::write(&path, text).unwrap(),
             None => fs::remove_file(&path).unwrap(),
@@ -180,26 +180,26 @@ impl Fleet {
     }
 }
 
-fn without(text: &str, name: &str) -> String {
-    let kept = text.lines().filter(|line| !line.starts_with(&format!("{name}=")));
-    kept.fold(String::new(), |text, line| text + line + "\n")
+fn unset(text: &str, name: &str) -> String {
+    let lines = text.lines().filter(|line| !line.starts_with(&format!("{name}=")));
+    lines.fold(String::new(), |text, line| text + line + "\n")
 }
 
-fn with(text: &str, name: &str, value: &str) -> String {
-    without(text, name) + &svc::config::env_line(name, value)
+fn set(text: &str, name: &str, value: &str) -> String {
+    unset(text, name) + &svc::config::env_line(name, value)
 }
 
-/// A server that answers every request with success and a wrong `Date` header.
+/// Starts a server that answers every request with success and this `Date` header.
 async fn server_with_date(date: &'static str) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
-            // Reads the request first: clients ignore a response that precedes their request.
+            // The request is read first, because clients ignore a response that precedes it.
             tokio::io::AsyncReadExt::read(&mut stream, &mut [0; 4096]).await.ok();
-            let answer =
+            let response =
                 format!("HTTP/1.1 200 OK\r\ndate: {date}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
-            stream.write_all(answer.as_bytes()).await.ok();
+            stream.write_all(response.as_bytes()).await.ok();
         }
     });
     url
@@ -209,8 +209,8 @@ async fn server_with_date(date: &'static str) -> String {
 async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let fleet = Fleet::up().await;
     let host = "opt/svc/env/host.env";
-    let well = fleet.host().await;
-    assert_eq!((well.code, &well.json["ok"]), (Some(0), &true.into()), "{}", well.said);
+    let healthy = fleet.check_host().await;
+    assert_eq!((healthy.code, &healthy.json["ok"]), (Some(0), &true.into()), "{}", healthy.said);
     for check in [
         "configuration",
         "env-files",
@@ -224,13 +224,13 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         "clock",
         "store",
     ] {
-        assert_eq!(well.levels(check), ["ok"], "{check}: {}", well.said);
+        assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.said);
     }
-    well.has("backup", "warning", "no backup on this machine yet");
-    well.has("units", "skipped", "systemd does not run here");
-    well.has("ports", "skipped", "shares its network");
+    healthy.has("backup", "warning", "no backup on this machine yet");
+    healthy.has("units", "skipped", "systemd does not run here");
+    healthy.has("ports", "skipped", "shares its network");
 
-    // The text output contains it, too.
+    // The text output contains the findings, too.
     let mut command = Command::new(&fleet.stack.svc);
     let output =
         command.args(["svcctl", "doctor"]).env_clear().envs(fleet.host_env()).output().await.unwrap();
@@ -238,57 +238,57 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     assert!(said.contains("ok       database") && said.contains("host: "), "{said}");
 
     fs::set_permissions(fleet.disk.join(host), fs::Permissions::from_mode(0o644)).unwrap();
-    fleet.host().await.has("env-files", "problem", "mode 0644");
+    fleet.check_host().await.has("env-files", "problem", "mode 0644");
     fs::set_permissions(fleet.disk.join(host), fs::Permissions::from_mode(0o600)).unwrap();
     let users = "svc-gateway:x:64999:64999::/:/usr/sbin/nologin\nroot:x:0:0::/root:/bin/sh\n";
     fs::create_dir_all(fleet.disk.join("etc")).unwrap();
-    let owned = fleet.host_with("etc/passwd", |_| Some(users.to_owned())).await;
-    owned.has("env-files", "problem", "not to svc-gateway");
+    let wrong_owner = fleet.check_with("etc/passwd", |_| Some(users.to_owned())).await;
+    wrong_owner.has("env-files", "problem", "not to svc-gateway");
 
-    let wrong = fleet.host_with(host, |text| Some(without(text, "SVC_EPOCH"))).await;
-    wrong.has("configuration", "problem", "SVC_EPOCH");
+    let incomplete = fleet.check_with(host, |text| Some(unset(text, "SVC_EPOCH"))).await;
+    incomplete.has("configuration", "problem", "SVC_EPOCH");
     let elsewhere = "postgres://svc:a-password-of-theirs@192.0.2.7/svc?connect_timeout=1";
-    let moved = fleet.host_with(host, |text| Some(with(text, "DATABASE_URL", elsewhere))).await;
-    moved.has("database", "problem", "on 192.0.2.7, not on this machine");
-    assert!(!moved.said.contains("a-password-of-theirs"), "{}", moved.said);
+    let remote = fleet.check_with(host, |text| Some(set(text, "DATABASE_URL", elsewhere))).await;
+    remote.has("database", "problem", "on 192.0.2.7, not on this machine");
+    assert!(!remote.said.contains("a-password-of-theirs"), "{}", remote.said);
 
-    let dead =
-        fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
-    dead.has("platform", "problem", "cannot be reached");
-    dead.has("clock", "skipped", "cannot be reached");
-    dead.has("configuration", "problem", "update.env and host.env differ");
-    let past = server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
-    let late = fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", &past))).await;
-    late.has("clock", "problem", "ahead of the platform's");
+    let unreachable =
+        fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
+    unreachable.has("platform", "problem", "cannot be reached");
+    unreachable.has("clock", "skipped", "cannot be reached");
+    unreachable.has("configuration", "problem", "update.env and host.env differ");
+    let url = server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
+    let ahead = fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", &url))).await;
+    ahead.has("clock", "problem", "ahead of the platform's");
 
     let other = svc::http::tls::self_signed(&["other.test".to_owned()]).unwrap();
     let (cert, key) = (other.cert_pem.clone(), other.key_pem.clone());
-    let own = fs::read_to_string(fleet.disk.join("var/lib/svc/tls/cert.pem")).unwrap();
+    let original = fs::read_to_string(fleet.disk.join("var/lib/svc/tls/cert.pem")).unwrap();
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), cert).unwrap();
-    let strange = fleet.host_with("var/lib/svc/tls/key.pem", |_| Some(key)).await;
-    strange.has("tls-key", "problem", "differs from the registered one");
-    // The running gateway still has the old key, so it is not the gateway that this machine's files describe.
-    strange.has("gateway", "problem", "not ready");
-    fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), own).unwrap();
-    let unknown = fleet.host_with("var/lib/svc/register.json", |_| None).await;
-    unknown.has("tls-key", "problem", "has not registered");
+    let mismatched = fleet.check_with("var/lib/svc/tls/key.pem", |_| Some(key)).await;
+    mismatched.has("tls-key", "problem", "differs from the registered one");
+    // The running gateway still uses the old key, which does not match the pin of the new one.
+    mismatched.has("gateway", "problem", "not ready");
+    fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), original).unwrap();
+    let unregistered = fleet.check_with("var/lib/svc/register.json", |_| None).await;
+    unregistered.has("tls-key", "problem", "has not registered");
 
-    let shut = fleet.host_with("opt/svc/restore-complete", |_| None).await;
-    shut.has("gate", "problem", "shut");
+    let closed = fleet.check_with("opt/svc/restore-complete", |_| None).await;
+    closed.has("gate", "problem", "shut");
     let current = fleet.disk.join("opt/svc/current");
     let target = fs::read_link(&current).unwrap();
     fs::remove_file(&current).unwrap();
-    fleet.host().await.has("release", "problem", "names no release");
+    fleet.check_host().await.has("release", "problem", "names no release");
     std::os::unix::fs::symlink(target, &current).unwrap();
-    // On a real machine the gateway cannot access the database's client tools.
+    // With systemd, a release needs client tools of its own: only root can use those in the container.
     let systemd = fleet.disk.join("run/systemd/system");
     fs::create_dir_all(&systemd).unwrap();
-    fleet.host().await.has("release", "problem", "no PostgreSQL client tools");
+    fleet.check_host().await.has("release", "problem", "no PostgreSQL client tools");
     fs::remove_dir(&systemd).unwrap();
 
-    well.has("update", "ok", "none on this machine yet");
-    let known = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
-    let quarantined = fleet.host_with("var/lib/svc/update/releases.json", |_| Some(known.to_owned())).await;
+    healthy.has("update", "ok", "none on this machine yet");
+    let state = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
+    let quarantined = fleet.check_with("var/lib/svc/update/releases.json", |_| Some(state.to_owned())).await;
     quarantined.has("update", "warning", "release story-2 is quarantined: the gateway was not ready");
     let outcome = |how: &str| {
         format!(
@@ -296,39 +296,39 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         )
     };
     let last = "var/lib/svc/update/last.json";
-    let rolled_back = fleet.host_with(last, |_| Some(outcome("rolled_back"))).await;
+    let rolled_back = fleet.check_with(last, |_| Some(outcome("rolled_back"))).await;
     rolled_back.has("update", "warning", "ended rolled_back at health: not ready");
-    fleet.host_with(last, |_| Some(outcome("failed"))).await.has("update", "problem", "ended failed");
+    fleet.check_with(last, |_| Some(outcome("failed"))).await.has("update", "problem", "ended failed");
 
-    let static_ones =
-        fleet.host_with("opt/svc/env/r2.env", |text| Some(without(text, "AWS_CREDENTIAL_EXPIRATION"))).await;
-    static_ones.has("store", "warning", "every slot");
-    // An expired session is renewed on its next use; a problem is one that remained expired for long.
+    let static_credentials =
+        fleet.check_with("opt/svc/env/r2.env", |text| Some(unset(text, "AWS_CREDENTIAL_EXPIRATION"))).await;
+    static_credentials.has("store", "warning", "every slot");
+    // An expired session is renewed on its next use; it is a problem only if the last renewal was long ago.
     let file = fleet.disk.join("var/lib/svc/store-credentials.json");
-    let is_kept = async || anyhow::Ok(fs::metadata(&file).map(drop)?);
-    kit::story::eventually("the agent renews the session", Duration::from_secs(60), is_kept).await.unwrap();
-    let kept = fs::read_to_string(&file).unwrap();
+    let is_stored = async || anyhow::Ok(fs::metadata(&file).map(drop)?);
+    kit::story::eventually("the agent renews the session", Duration::from_secs(60), is_stored).await.unwrap();
+    let stored = fs::read_to_string(&file).unwrap();
     let ended = "2026-01-01T00:00:00.000Z";
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     for (renewed_at, level, what) in
         [(ended, "problem", "expired at"), (&now, "ok", "renewed on its next use")]
     {
-        let mut sessions: Value = serde_json::from_str(&kept).unwrap();
+        let mut sessions: Value = serde_json::from_str(&stored).unwrap();
         sessions["expiresAt"] = ended.into();
         sessions["renewedAt"] = renewed_at.into();
         fs::write(&file, sessions.to_string()).unwrap();
         let expired = fleet
-            .host_with("opt/svc/env/r2.env", |text| Some(with(text, "AWS_CREDENTIAL_EXPIRATION", ended)))
+            .check_with("opt/svc/env/r2.env", |text| Some(set(text, "AWS_CREDENTIAL_EXPIRATION", ended)))
             .await;
         expired.has("store", level, what);
     }
-    fs::write(&file, kept).unwrap();
+    fs::write(&file, stored).unwrap();
     fleet.stack.store.fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
     fleet.stack.store.fault(Rule::new(Fault::Status(403)).query("list-type=2").always());
-    fleet.host().await.has("store", "problem", "");
+    fleet.check_host().await.has("store", "problem", "");
     fleet.stack.store.heal();
     fleet.stack.store.down();
-    fleet.host().await.has("store", "problem", "");
+    fleet.check_host().await.has("store", "problem", "");
     fleet.stack.store.up().unwrap();
 
     let backup = |status: &str, key: &str| {
@@ -337,19 +337,19 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         )
     };
     let old = "system/db/snapshots/2026-01-01T00-00-00.000Z-1.dump";
-    // The agent must not report these results: the platform would take a delayed one for the requested backup.
+    // The agent must not report these results: the platform would mistake one for the backup requested below.
     fleet.stack.provider.stop_service(&fleet.server(), "svc-sync-agent").await.unwrap();
     let last = "var/lib/svc/last-backup.json";
-    fleet.host_with(last, |_| Some(backup("success", old))).await.has("backup", "problem", "min old");
-    fleet.host_with(last, |_| Some(backup("error", ""))).await.has("backup", "problem", "the store refused");
+    fleet.check_with(last, |_| Some(backup("success", old))).await.has("backup", "problem", "min old");
+    fleet.check_with(last, |_| Some(backup("error", ""))).await.has("backup", "problem", "the store refused");
     fleet.stack.provider.run_unit(&fleet.server(), "svc-sync-agent", &[]).await.unwrap();
     let run = fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap();
     run.success().unwrap();
-    fleet.host().await.has("backup", "ok", "0 min old");
+    fleet.check_host().await.has("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
-    fleet.host().await.has("gateway", "problem", "not ready");
-    // Only at the end: a gateway or an agent that finds this file exits.
-    let replaced = fleet.host_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
+    fleet.check_host().await.has("gateway", "problem", "not ready");
+    // This check comes late, because a gateway or an agent that finds this file exits.
+    let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
     replaced.has("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
     let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
@@ -360,7 +360,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         anyhow::Ok(())
     };
     kit::story::eventually("the database ends", Duration::from_secs(60), ended).await.unwrap();
-    let stopped = fleet.host().await;
+    let stopped = fleet.check_host().await;
     stopped.has("database", "problem", "connect to the database");
     assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.said);
     fleet.stack.stop().await;
@@ -369,8 +369,8 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
 #[tokio::test(flavor = "multi_thread")]
 async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let fleet = Fleet::up().await;
-    let well = fleet.platform(&[], &[]).await;
-    assert_eq!(well.code, Some(0), "{}", well.said);
+    let healthy = fleet.check_platform(&[], &[]).await;
+    assert_eq!(healthy.code, Some(0), "{}", healthy.said);
     for check in [
         "configuration",
         "database",
@@ -381,69 +381,69 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         "platform",
         "fleet",
     ] {
-        assert_eq!(well.levels(check), ["ok"], "{check}: {}", well.said);
+        assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.said);
     }
-    well.has("tls", "skipped", "no listener");
+    healthy.has("tls", "skipped", "no listener");
     assert!(
         fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/").is_empty(),
         "a probe object remains"
     );
 
-    let dead = "http://127.0.0.1:9";
+    let unreachable = "http://127.0.0.1:9";
     let database = "postgres://u:a-password-of-theirs@127.0.0.1:9/platform";
-    let many = fleet
-        .platform(
+    let broken = fleet
+        .check_platform(
             &[
                 ("PLATFORM_DATABASE_URL", database),
                 ("PROVIDER_API_TOKEN", "another-token"),
-                ("IDP_JWKS_URL", dead),
-                ("STS_ENDPOINT", dead),
+                ("IDP_JWKS_URL", unreachable),
+                ("STS_ENDPOINT", unreachable),
                 ("CUSTOMER_VPS_IMAGE_VERSION", "never-published"),
                 ("CUSTOMER_VPS_ENABLED", "false"),
-                ("PLATFORM_PUBLIC_URL", dead),
+                ("PLATFORM_PUBLIC_URL", unreachable),
                 ("PLATFORM_LISTEN", "0.0.0.0:8080"),
             ],
             &[],
         )
         .await;
-    assert!(!many.said.contains("a-password-of-theirs"), "{}", many.said);
-    many.has("database", "problem", "");
-    many.has("provider", "problem", "");
-    many.has("identity-provider", "problem", "cannot fetch its keys");
-    many.has("host-credentials", "problem", "STS");
-    many.has("bundle", "problem", "not published");
-    many.has("configuration", "warning", "provision is closed");
-    many.has("configuration", "warning", "in clear text");
-    many.has("platform", "problem", "cannot be reached");
-    many.has("fleet", "skipped", "cannot be reached");
-    assert_eq!(many.levels("store"), ["ok"], "{}", many.said);
+    assert!(!broken.said.contains("a-password-of-theirs"), "{}", broken.said);
+    broken.has("database", "problem", "");
+    broken.has("provider", "problem", "");
+    broken.has("identity-provider", "problem", "cannot fetch its keys");
+    broken.has("host-credentials", "problem", "STS");
+    broken.has("bundle", "problem", "not published");
+    broken.has("configuration", "warning", "provision is closed");
+    broken.has("configuration", "warning", "in clear text");
+    broken.has("platform", "problem", "cannot be reached");
+    broken.has("fleet", "skipped", "cannot be reached");
+    assert_eq!(broken.levels("store"), ["ok"], "{}", broken.said);
 
-    well.has("bundle", "warning", "no signed manifest");
+    healthy.has("bundle", "warning", "no signed manifest");
     let key = SigningKey::read(&fleet.stack.signing_key).unwrap();
-    fleet.sign(&key, "2126-01-02T03:04:05.000Z", None);
-    assert_eq!(fleet.platform(&[], &[]).await.levels("bundle"), ["ok"]);
-    let keyless = fleet.platform(&[("BUNDLE_PUBLIC_KEYS", "")], &[]).await;
+    fleet.publish(&key, "2126-01-02T03:04:05.000Z", None);
+    assert_eq!(fleet.check_platform(&[], &[]).await.levels("bundle"), ["ok"]);
+    let keyless = fleet.check_platform(&[("BUNDLE_PUBLIC_KEYS", "")], &[]).await;
     keyless.has("bundle", "warning", "can never be updated by a rollout");
     assert_eq!(keyless.levels("bundle"), ["warning"], "{}", keyless.said);
-    fleet.sign(&key, "2026-01-02T03:04:05.000Z", None);
-    fleet.platform(&[], &[]).await.has("bundle", "problem", "expired at 2026-01-02");
-    fleet.sign(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
-    fleet.platform(&[], &[]).await.has("bundle", "problem", "for another archive");
+    fleet.publish(&key, "2026-01-02T03:04:05.000Z", None);
+    fleet.check_platform(&[], &[]).await.has("bundle", "problem", "expired at 2026-01-02");
+    fleet.publish(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
+    fleet.check_platform(&[], &[]).await.has("bundle", "problem", "for another archive");
     let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
-    fleet.sign(&SigningKey::from_pem(other.as_bytes()).unwrap(), "2126-01-02T03:04:05.000Z", None);
-    fleet.platform(&[], &[]).await.has("bundle", "problem", "none of the keys that are trusted");
+    fleet.publish(&SigningKey::from_pem(other.as_bytes()).unwrap(), "2126-01-02T03:04:05.000Z", None);
+    fleet.check_platform(&[], &[]).await.has("bundle", "problem", "none of the keys that are trusted");
 
     let own =
         [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret-of-32-characters-x")];
-    let own = fleet.platform(&own, &[]).await;
+    let own = fleet.check_platform(&own, &[]).await;
     own.has("host-credentials", "warning", "static");
     own.has("fleet", "problem", "does not accept this secret");
-    let wrong = fleet.platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
+    let wrong = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
     wrong.has("configuration", "problem", "PLATFORM_KEY");
     wrong.has("configuration", "problem", "APP_HOST");
     wrong.has("database", "skipped", "the configuration is wrong");
 
-    // The same settings from a file, which must not be readable by everybody.
+    // The same settings come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");
     let lines = fleet.stack.platform_env().iter().map(|(name, value)| svc::config::env_line(name, value));
     fs::write(&file, lines.collect::<String>()).unwrap();
@@ -458,7 +458,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let named = report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
     named.has("env-file", "ok", "mode 0640");
 
-    let (cert, key) = expired();
+    let (cert, key) = expired_certificate();
     let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));
     fs::write(&cert_file, cert).unwrap();
     fs::write(&key_file, key).unwrap();
@@ -466,21 +466,21 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         ("ROUTER_TLS_CERT_FILE", cert_file.to_str().unwrap()),
         ("ROUTER_TLS_KEY_FILE", key_file.to_str().unwrap()),
     ];
-    fleet.platform(&files, &[]).await.has("tls", "problem", "expires at 2020-01-02");
+    fleet.check_platform(&files, &[]).await.has("tls", "problem", "expires at 2020-01-02");
 
-    // A store that ignores the condition of a put: it reports a refusal but writes the object.
+    // With stale reads, the probe object is missing right after its put.
     fleet.stack.store.fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
-    fleet.platform(&[], &[]).await.has("store", "problem", "");
+    fleet.check_platform(&[], &[]).await.has("store", "problem", "");
     fleet.stack.store.heal();
     fleet.stack.store.down();
-    let down = fleet.platform(&[], &[]).await;
+    let down = fleet.check_platform(&[], &[]).await;
     down.has("store", "problem", "");
     down.has("platform", "problem", "store failing");
     fleet.stack.store.up().unwrap();
 
     let failed = ["fail", "ada", "--reason", "disk errors", "--yes"];
     fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();
-    let attention = fleet.platform(&[], &[]).await;
+    let attention = fleet.check_platform(&[], &[]).await;
     attention.has("fleet", "warning", "ada (primary) is failed");
     let response = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
     response.has("fleet", "warning", "ada (primary) is failed");
@@ -488,7 +488,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.stack.stop().await;
 }
 
-fn expired() -> (String, String) {
+fn expired_certificate() -> (String, String) {
     let mut params = rcgen::CertificateParams::new(vec!["app.test".to_owned()]).unwrap();
     params.not_before = rcgen::date_time_ymd(2020, 1, 1);
     params.not_after = rcgen::date_time_ymd(2020, 1, 2);

@@ -1,5 +1,5 @@
-//! The hosts' credentials for the object store: one slot, no delete, only for the current machine, and of limited
-//! lifetime.
+//! Hosts' credentials for the object store: only the current machine gets them, they are limited to one slot, they
+//! cannot delete, and they expire.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -34,7 +34,7 @@ async fn request_credentials_as(stack: &Stack, process: &Process, machine: &str,
     stack.send(stack.request(process, Method::POST, &path).bearer_auth(token)).await
 }
 
-/// The store, opened with the returned credentials as a host does.
+/// Opens the store as a host does, with the credentials from the response.
 fn open_store(answer: &Answer) -> Bucket {
     assert_eq!(answer.status, 200, "{answer:?}");
     let text = |name: &str| answer.body[name].as_str().unwrap_or_default().to_owned();
@@ -62,12 +62,12 @@ fn store_env(guest: &Guest) -> BTreeMap<String, String> {
     parse_env_file(file["content"].as_str().unwrap()).unwrap().into_iter().collect()
 }
 
-fn of_machine(stack: &Stack, machine: &str) -> Vec<SessionInfo> {
+fn sessions_of(stack: &Stack, machine: &str) -> Vec<SessionInfo> {
     let name = format!("svc-{machine}");
     stack.store.sessions().into_iter().filter(|session| session.name == name).collect()
 }
 
-/// Asserts that nothing outside the slot can be read, written or probed, and that nothing can be deleted.
+/// Asserts that nothing outside the slot can be read, written or listed, and that nothing can be deleted.
 async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&str]) {
     let store = bucket.raw();
     let key = Path::from(format!("{own}/system/probe"));
@@ -75,34 +75,34 @@ async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&
     assert_eq!(store.get(&key).await.unwrap().bytes().await.unwrap(), "own");
     let listed: Vec<_> = store.list(Some(&Path::from(own))).try_collect().await.unwrap();
     assert!(listed.iter().any(|meta| meta.location == key));
-    let before = everything(stack);
-    let is_denied = |done: Result<(), object_store::Error>, what: &str| {
-        let error = done.expect_err(what);
-        // The client gives no kind to a refused list.
-        let said = format!("{error:?}");
+    let before = all_objects(stack);
+    let assert_denied = |result: Result<(), object_store::Error>, action: &str| {
+        let error = result.expect_err(action);
+        // `object_store` does not map a denied list request to `PermissionDenied`.
+        let text = format!("{error:?}");
         let is_denied = matches!(error, object_store::Error::PermissionDenied { .. });
-        assert!(is_denied || said.contains("<Code>AccessDenied</Code>"), "{what}: {said}");
+        assert!(is_denied || text.contains("<Code>AccessDenied</Code>"), "{action}: {text}");
     };
-    is_denied(store.delete(&key).await, "delete");
-    for place in foreign {
-        let other = Path::from(format!("{place}/system/db/latest"));
-        is_denied(store.get(&other).await.map(drop), "get");
-        is_denied(store.head(&other).await.map(drop), "head");
-        is_denied(store.put(&other, "x".into()).await.map(drop), "put");
-        is_denied(store.put_multipart(&other).await.map(drop), "upload");
-        is_denied(store.copy(&other, &key).await, "copy from");
-        is_denied(store.copy(&key, &other).await, "copy to");
-        is_denied(store.delete(&other).await, "delete");
-        is_denied(store.list(Some(&Path::from(*place))).try_collect::<Vec<_>>().await.map(drop), "list");
+    assert_denied(store.delete(&key).await, "delete");
+    for prefix in foreign {
+        let other = Path::from(format!("{prefix}/system/db/latest"));
+        assert_denied(store.get(&other).await.map(drop), "get");
+        assert_denied(store.head(&other).await.map(drop), "head");
+        assert_denied(store.put(&other, "x".into()).await.map(drop), "put");
+        assert_denied(store.put_multipart(&other).await.map(drop), "upload");
+        assert_denied(store.copy(&other, &key).await, "copy from");
+        assert_denied(store.copy(&key, &other).await, "copy to");
+        assert_denied(store.delete(&other).await, "delete");
+        assert_denied(store.list(Some(&Path::from(*prefix))).try_collect::<Vec<_>>().await.map(drop), "list");
     }
-    is_denied(store.list(None).try_collect::<Vec<_>>().await.map(drop), "list all");
-    assert_eq!(everything(stack), before, "no object was written or removed");
-    for seen in stack.store.requests().iter().filter(|seen| seen.method == "DELETE") {
-        assert_eq!(seen.status, Some(403), "{seen:?}");
+    assert_denied(store.list(None).try_collect::<Vec<_>>().await.map(drop), "list all");
+    assert_eq!(all_objects(stack), before, "no object was written or removed");
+    for request in stack.store.requests().iter().filter(|request| request.method == "DELETE") {
+        assert_eq!(request.status, Some(403), "{request:?}");
     }
 }
 
-fn everything(stack: &Stack) -> Vec<(String, String)> {
+fn all_objects(stack: &Stack) -> Vec<(String, String)> {
     stack.store.objects(BUCKET, "").into_iter().map(|object| (object.key, object.etag)).collect()
 }
 
@@ -119,8 +119,8 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
         ["user_2/primary", "user_1/primary2", "user_1/second", "user_1", "system-bundles/v1", "user_10"];
 
     let env = store_env(&guest);
-    let born_with = open(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
-    assert_confined(&stack, &born_with, "user_1/primary", &foreign).await;
+    let initial = open(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
+    assert_confined(&stack, &initial, "user_1/primary", &foreign).await;
     let answer = request_credentials(&stack, &process, &guest).await;
     assert_eq!(answer.body["prefix"], "user_1/primary/");
     assert_eq!(answer.headers["cache-control"], "no-store");
@@ -136,17 +136,17 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
             "the platform's own credentials are not disclosed"
         );
     }
-    assert_eq!(of_machine(&stack, &guest.machine).len(), 2);
-    for session in of_machine(&stack, &guest.machine) {
+    assert_eq!(sessions_of(&stack, &guest.machine).len(), 2);
+    for session in sessions_of(&stack, &guest.machine) {
         assert_eq!(session.requested_lifetime, Duration::from_secs(900), "{session:?}");
     }
-    for given in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
-        assert!(!stack.log().contains(given.as_str()), "no credential in the log");
+    for secret in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
+        assert!(!stack.log().contains(secret.as_str()), "no credential in the log");
     }
 }
 
-/// The outage session of a response.
-fn outage_of(answer: &Answer) -> Bucket {
+/// Opens the store with the outage session of a response.
+fn open_store_in_outage(answer: &Answer) -> Bucket {
     let mut answer = answer.clone();
     for name in ["accessKeyId", "secretAccessKey", "sessionToken"] {
         answer.body[name] = answer.body["outage"][name].clone();
@@ -164,36 +164,36 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
     let answer = request_credentials(&stack, &process, &guest).await;
     let name = format!("svc-outage-{}", guest.machine);
     let sessions = stack.store.sessions();
-    let given: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
-    assert_eq!(given.len(), 1);
-    assert_eq!(given[0].requested_lifetime, Duration::from_secs(43_200));
+    let outage_sessions: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
+    assert_eq!(outage_sessions.len(), 1);
+    assert_eq!(outage_sessions[0].requested_lifetime, Duration::from_secs(43_200));
 
-    let bucket = outage_of(&answer);
+    let bucket = open_store_in_outage(&answer);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
-    let at = |epoch| slot.snapshot(&key::snapshot_key(Timestamp::now(), Epoch(epoch))).unwrap();
-    bucket.put(&at(1), &b"dump"[..]).await.unwrap();
+    let snapshot_of = |epoch| slot.snapshot(&key::snapshot_key(Timestamp::now(), Epoch(epoch))).unwrap();
+    bucket.put(&snapshot_of(1), &b"dump"[..]).await.unwrap();
     assert!(pointer_io::read(&bucket, &slot).await.unwrap().is_some(), "the pointer can be read");
-    for refused in [at(2), slot.pointer(), slot.pointer_entry(9), slot.vps_meta()] {
+    for refused in [snapshot_of(2), slot.pointer(), slot.pointer_entry(9), slot.vps_meta()] {
         let error = bucket.put_if(&refused, &b"x"[..], Condition::Absent).await.unwrap_err();
         assert!(matches!(error, StoreError::Denied { .. }), "{refused}: {error:?}");
     }
     let other = Path::from("user_2/primary/system/db/latest");
     stack.store.write(BUCKET, slot.vps_meta().as_ref(), "{}");
-    let later = at(2);
+    let later = snapshot_of(2);
     stack.store.write(BUCKET, later.as_ref(), "a dump of another epoch");
     for refused in [&other, &slot.vps_meta(), &later] {
         let error = bucket.get(refused, 1000).await.expect_err(refused.as_ref());
         assert!(matches!(error, StoreError::Denied { .. }), "{refused}: {error:?}");
     }
 
-    // The shortest lifetime disables outage sessions.
+    // The minimum lifetime disables outage sessions.
     let process = stack.platform_with(&[("STS_DURATION_SECONDS", "900")]);
     let answer = request_credentials(&stack, &process, &guest).await;
     assert_eq!((answer.status, &answer.body["outage"]), (200, &Value::Null));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn absent_object_of_the_own_slot_is_reported_as_absent() {
+async fn missing_object_in_own_slot_is_reported_as_missing() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -231,18 +231,18 @@ async fn only_the_current_machine_gets_any() {
         .await
         .assert_problem(400, "invalid_request");
     let path = format!("/vps/{}/storage-credentials", old.machine);
-    let more = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
-    let more = stack.send(more.json(&json!({"prefix": "user_2/primary"}))).await;
-    assert_eq!(more.status, 200, "unknown fields of a newer host are ignored: {more:?}");
+    let request = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
+    let answer = stack.send(request.json(&json!({"prefix": "user_2/primary"}))).await;
+    assert_eq!(answer.status, 200, "unknown fields of a newer host are ignored: {answer:?}");
 
     stack.snapshot("user_1");
     let recovery =
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
     stack.ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
-    let given = stack.store.sessions().len();
+    let issued = stack.store.sessions().len();
     request_credentials(&stack, &process, &old).await.assert_problem(403, "superseded");
-    assert_eq!(stack.store.sessions().len(), given, "a replaced machine gets none");
+    assert_eq!(stack.store.sessions().len(), issued, "a replaced machine gets none");
     let new = stack.guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(request_credentials(&stack, &process, &new).await.status, 200);
 
@@ -253,7 +253,7 @@ async fn only_the_current_machine_gets_any() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sts_outage_is_reported_and_delays_a_create() {
+async fn sts_outage_is_reported_and_delays_provisioning() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -265,13 +265,13 @@ async fn sts_outage_is_reported_and_delays_a_create() {
         stack.store.heal();
     }
     let hits = stack.store.fault(Rule::new(Fault::Status(503)).sts().always());
-    let made = stack.provision(&process, "user_2").await;
+    let provisioned = stack.provision(&process, "user_2").await;
     stack.eventually("the create was attempted", || async { (hits.hits() >= 4).then_some(()) }).await;
     assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
     stack.store.heal();
-    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let operation = stack.ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    // One lost response costs one more session, without further effects.
+    // A lost response costs one extra session and has no other effect.
     stack.store.fault(Rule::new(Fault::LostReply).sts());
     assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
 }
@@ -283,8 +283,8 @@ async fn user_with_special_characters_is_confined() {
     let user = "auth0|a:b@c+d";
     stack.subscribe(&process, user).await;
     let body = json!({"idpUserId": user, "handle": "special"});
-    let made = stack.post(&process, "/vps/provision", &body).await;
-    let guest = stack.guest(&process, made.body["machineId"].as_str().unwrap()).await;
+    let provisioned = stack.post(&process, "/vps/provision", &body).await;
+    let guest = stack.guest(&process, provisioned.body["machineId"].as_str().unwrap()).await;
     let answer = request_credentials(&stack, &process, &guest).await;
     let prefix = answer.body["prefix"].as_str().unwrap().trim_end_matches('/').to_owned();
     let bucket = open_store(&answer);
@@ -292,7 +292,7 @@ async fn user_with_special_characters_is_confined() {
     assert!(
         bucket.head(&key).await.unwrap().is_some(),
         "the fence that the platform wrote: {:?}",
-        everything(&stack)
+        all_objects(&stack)
     );
     bucket.put(&Path::parse(format!("{prefix}/x")).unwrap(), "own").await.unwrap();
     let error = bucket.put(&Path::from("auth0/primary/x"), "foreign").await.unwrap_err();
@@ -300,7 +300,7 @@ async fn user_with_special_characters_is_confined() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn static_mode_hands_out_the_platform_credentials() {
+async fn static_mode_returns_the_platform_credentials() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("STORE_HOST_CREDENTIALS", "static")]);
     let guest = stack.running(&process, "user_1").await;
@@ -323,10 +323,10 @@ async fn machine_in_its_last_backup_still_gets_credentials() {
     stack.eventually("the backup is requested", is_requested).await;
     let answer = request_credentials(&stack, &process, &old.guest).await;
     open_store(&answer).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
-    let last = of_machine(&stack, &old.guest.machine)
+    let session = sessions_of(&stack, &old.guest.machine)
         .into_iter()
         .find(|session| session.access_key == answer.body["accessKeyId"]);
-    assert_eq!(last.unwrap().requested_lifetime, Duration::from_secs(900), "the minimum that STS allows");
+    assert_eq!(session.unwrap().requested_lifetime, Duration::from_secs(900), "the minimum that STS allows");
     assert_eq!(answer.body["outage"], Value::Null, "no outage session");
     let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", is_requested).await;
@@ -343,7 +343,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
 
-    // As the host makes a backup.
+    // Back up as the host does.
     let side = side_record(Epoch(1), Timestamp::UNIX_EPOCH);
     let side = SideRecord { machine_id: guest.machine.parse().unwrap(), ..side };
     let dump = slot.snapshot(&side.key).unwrap();
@@ -357,7 +357,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
     assert_eq!(snapshot::latest(&bucket, &slot).await.unwrap().key, side.key);
 
-    // As an attacker with its credentials does.
+    // Overwrite as an attacker with the host's credentials would.
     let entry = slot.pointer_entry(stack.pointer("user_1")["seq"].as_u64().unwrap());
     for key in [&dump, &slot.side_record(&side.key).unwrap(), &entry] {
         let refused = bucket.put(key, &b"garbage"[..]).await.unwrap_err();

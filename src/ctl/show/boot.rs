@@ -6,7 +6,8 @@ use svc_base::quantity::counted;
 use svc_wire::machine::{Boot, BootProgress, BootStage};
 use svc_wire::text::Time;
 
-/// `bundle 0.4 s, database 1.2 s`; until the host has registered, the current stage with its progress.
+/// How long each stage took, as in `bundle 0.4 s, database 1.2 s`. Until the host has registered, the current stage and
+/// its progress come first.
 pub fn line(view: &View, boot: &Boot, registered: Option<&Time>, progress: Option<&BootProgress>) -> String {
     let ends = boot.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
     let took = |stage: &BootStage, end: &Time| {
@@ -17,19 +18,20 @@ pub fn line(view: &View, boot: &Boot, registered: Option<&Time>, progress: Optio
     if registered.is_some() {
         return stages;
     }
-    let far = progress.filter(|progress| progress.stage == boot.stage).map(progress_line);
-    let far = far.map(|far| format!(": {far}")).unwrap_or_default();
-    let now = format!("at {}, {}{far}", boot.stage, ago(view.now, &boot.at));
-    if stages.is_empty() { now } else { format!("{now}; before: {stages}") }
+    let progress = progress.filter(|progress| progress.stage == boot.stage).map(progress_line);
+    let progress = progress.map(|line| format!(": {line}")).unwrap_or_default();
+    let current = format!("at {}, {}{progress}", boot.stage, ago(view.now, &boot.at));
+    if stages.is_empty() { current } else { format!("{current}; before: {stages}") }
 }
 
-/// Percent of the current phase: rows are loaded after the download.
+/// Percentage of the current phase. Rows take precedence over bytes, because they are loaded after the download.
 pub fn percent(progress: &BootProgress) -> Option<u64> {
-    let of = |done: Option<u64>, total: Option<u64>| {
+    let percent_of = |done: Option<u64>, total: Option<u64>| {
         let (done, total) = done.zip(total).filter(|(_, total)| *total > 0)?;
         Some((u128::from(done) * 100 / u128::from(total)).min(100) as u64)
     };
-    of(progress.rows, progress.total_rows).or_else(|| of(progress.bytes, progress.total_bytes))
+    percent_of(progress.rows, progress.total_rows)
+        .or_else(|| percent_of(progress.bytes, progress.total_bytes))
 }
 
 /// `42 %, 1.2 GiB of 2.9 GiB downloaded, 1200 of 4000 rows loaded`.
@@ -52,19 +54,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percent_is_of_the_last_phase_with_a_total() {
-        let far = |bytes, total_bytes, rows, total_rows| {
+    fn percent_uses_last_phase_with_a_total() {
+        let progress = |bytes, total_bytes, rows, total_rows| {
             let stage = "restore".to_owned();
             BootProgress { stage, bytes, total_bytes, rows, total_rows }
         };
-        let downloading = far(Some(1 << 30), Some(4 << 30), None, None);
+        let downloading = progress(Some(1 << 30), Some(4 << 30), None, None);
         assert_eq!(progress_line(&downloading), "25 %, 1.0 GiB of 4.0 GiB downloaded");
-        let loading = far(Some(4096), Some(4096), Some(900), Some(1000));
+        let loading = progress(Some(4096), Some(4096), Some(900), Some(1000));
         assert_eq!(progress_line(&loading), "90 %, 4.0 KiB of 4.0 KiB downloaded, 900 of 1000 rows loaded");
-        assert_eq!(percent(&far(Some(5), Some(0), None, None)), None);
-        assert_eq!(percent(&far(Some(u64::MAX), Some(1), None, None)), Some(100));
-        assert_eq!(progress_line(&far(None, None, Some(7), None)), "7 rows loaded");
-        assert_eq!(progress_line(&far(None, None, Some(1), None)), "1 row loaded");
-        assert_eq!(progress_line(&far(None, None, Some(1), Some(1))), "100 %, 1 of 1 row loaded");
+        assert_eq!(percent(&progress(Some(5), Some(0), None, None)), None);
+        assert_eq!(percent(&progress(Some(u64::MAX), Some(1), None, None)), Some(100));
+        assert_eq!(progress_line(&progress(None, None, Some(7), None)), "7 rows loaded");
+        assert_eq!(progress_line(&progress(None, None, Some(1), None)), "1 row loaded");
+        assert_eq!(progress_line(&progress(None, None, Some(1), Some(1))), "100 %, 1 of 1 row loaded");
     }
 }

@@ -5,7 +5,7 @@ use svc_base::untrusted_text::one_line;
 use svc_machine::state::FailureCause;
 use svc_wire::machine::{Failure, MachineDetail};
 
-/// `boot_reported at restore: …`.
+/// Cause, stage and message, as in `boot_reported at restore: …`.
 pub fn line(failure: &Failure) -> String {
     let mut line = failure.cause.to_string();
     if let Some(stage) = &failure.stage {
@@ -17,17 +17,17 @@ pub fn line(failure: &Failure) -> String {
     line
 }
 
-/// Whether its server is being powered on because it got its slot back.
+/// Whether the machine got its slot back and its server is being powered on.
 pub fn is_reinstating(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::Reinstating)
 }
 
-/// Whether the provider no longer has its server.
+/// Whether the provider no longer has the machine's server.
 pub fn is_server_gone(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::ServerGone)
 }
 
-/// The advice to the operator.
+/// The next step for the operator.
 pub fn advice(failure: &Failure, machine: &MachineDetail) -> String {
     if let Some(advice) = restore_advice(failure, machine) {
         return advice;
@@ -71,7 +71,7 @@ pub fn advice(failure: &Failure, machine: &MachineDetail) -> String {
         "operator" | "operation_hung" if machine.registered_at.is_some() => {
             format!(
                 "`svcctl resume {}` if its server runs and its host is healthy; otherwise {recover} replaces it and \
-             restores the latest snapshot",
+                 restores the latest snapshot",
                 machine.machine_id
             )
         }
@@ -81,14 +81,14 @@ pub fn advice(failure: &Failure, machine: &MachineDetail) -> String {
     }
 }
 
-/// The advice for a machine that never ran, if the machine that it was to replace has the slot again.
+/// The advice for a replacement that never ran, if the machine that it was meant to replace holds the slot again.
 pub fn advice_after_return(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
     let has_returned = machine.replaced_by.as_ref() == Some(&live.machine_id);
     restore_advice(failure, machine).filter(|_| has_returned)
 }
 
-/// The advice if a new machine could not restore the snapshot: the same command would fail again.
+/// The advice for a new machine that could not restore its snapshot: the same command would fail again.
 pub fn restore_advice(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     if !failure.cause.is(FailureCause::BootReported) || failure.stage.as_deref() != Some("restore") {
         return None;
@@ -118,7 +118,7 @@ pub fn restore_advice(failure: &Failure, machine: &MachineDetail) -> Option<Stri
     })
 }
 
-/// Whether its reinstatement failed because the store names another machine as the slot's.
+/// Whether the machine's reinstatement failed because the store names another machine as the slot's holder.
 pub fn is_held_by_another(machine: &MachineDetail) -> bool {
     let newest = machine.operations.iter().find(|operation| operation.kind == "reinstate");
     newest.is_some_and(|newest| newest.error_code.as_deref() == Some("database_behind_store"))
@@ -135,12 +135,12 @@ mod tests {
     use crate::show::tests::{failed, plain, read};
 
     #[test]
-    fn advice_after_reinstatement_failed_is_recovery() {
+    fn failed_reinstatement_advises_recovery() {
         let mut machine = failed();
         machine["failure"]["cause"] = "reinstating".into();
         machine["operations"][0]["kind"] = "reinstate".into();
         machine["operations"][0]["errorCode"] = "database_behind_store".into();
-        let shown = machine::one(&plain(), &read(machine));
-        assert!(!shown.contains("being powered on") && shown.contains("--accept-loss"), "{shown}");
+        let text = machine::one(&plain(), &read(machine));
+        assert!(!text.contains("being powered on") && text.contains("--accept-loss"), "{text}");
     }
 }

@@ -1,4 +1,5 @@
-//! The schema: migrations in the binary, run at startup under a lock, so that only one process migrates at a time.
+//! Schema migrations, embedded in the binary. They run at startup under an advisory lock, so that only one process
+//! migrates at a time.
 
 use std::time::Duration;
 
@@ -9,41 +10,43 @@ mod embedded {
     refinery::embed_migrations!("../../migrations");
 }
 
-/// An arbitrary number that nothing else in this database locks.
+/// Key of the advisory lock: `svc_migr` in ASCII. Nothing else in this database uses it.
 const LOCK_ID: i64 = 0x7376_635f_6d69_6772;
 const MIGRATION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Migrates the schema to this binary's version.
 ///
 /// # Errors
-/// When the database cannot be reached within the deadline, or a migration fails; a failed migration is rolled back.
+/// When the migrations, including the wait for the lock, take longer than two minutes, when the database cannot be
+/// reached, or when a migration fails; a failed migration is rolled back.
 pub async fn run(config: &Config) -> anyhow::Result<()> {
     tokio::time::timeout(MIGRATION_TIMEOUT, migrate(config))
         .await
         .context("the migrations did not end in time")?
 }
 
-/// Number of this binary's newest migration.
+/// Version of this binary's newest migration.
 pub fn newest() -> u32 {
-    let all = embedded::migrations::runner();
-    all.get_migrations().iter().map(|one| one.version().unsigned_abs()).max().unwrap_or_default()
+    let runner = embedded::migrations::runner();
+    let versions = runner.get_migrations().iter().map(|migration| migration.version().unsigned_abs());
+    versions.max().unwrap_or_default()
 }
 
 async fn migrate(config: &Config) -> anyhow::Result<()> {
     let mut config = config.clone();
     config.connect_timeout(Duration::from_secs(5)).application_name("svc-platform migrations");
-    let (mut client, served) = super::connect(&config).await.context("connect to the database")?;
+    let (mut client, connection_task) = super::connect(&config).await.context("connect to the database")?;
     client
         .execute("SELECT pg_advisory_lock($1)", &[&LOCK_ID])
         .await
         .context("wait for the migrations' lock")?;
     // A later release may have migrated further: its changes are additions, which this release can ignore.
-    let migrations = embedded::migrations::runner().set_abort_missing(false);
-    let report = migrations.run_async(&mut client).await.context("migrate the database")?;
+    let runner = embedded::migrations::runner().set_abort_missing(false);
+    let report = runner.run_async(&mut client).await.context("migrate the database")?;
     for applied in report.applied_migrations() {
         tracing::info!(migration = %applied, "applied");
     }
     // Closing the connection releases the lock.
     drop(client);
-    served.await.context("close the migrations' connection")
+    connection_task.await.context("close the migrations' connection")
 }

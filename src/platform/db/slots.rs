@@ -1,4 +1,4 @@
-//! Subscriptions of slots, and owners of handles.
+//! Slots: their subscriptions, the releases of their machines, and the owners of handles.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use svc_machine::plan::Plan;
 use svc_wire::slot::SubscriptionStatus;
 
-/// Grace period of a subscription after the end of its period.
+/// How long a slot stays entitled after its subscription's current period ends.
 const SUBSCRIPTION_GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);
 
 #[derive(Debug, Clone)]
@@ -27,8 +27,8 @@ pub struct SlotRow {
 impl SlotRow {
     /// Whether the slot may be provisioned at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
-        let lasts = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
-        self.status == SubscriptionStatus::Active && self.current_period_end.is_none_or(lasts)
+        let is_current = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
+        self.status == SubscriptionStatus::Active && self.current_period_end.is_none_or(is_current)
     }
 
     fn parse(row: &Row) -> Result<Self, DbError> {
@@ -46,8 +46,6 @@ impl SlotRow {
 
 const COLUMNS: &str = "idp_user_id, slot, plan, status, current_period_end";
 
-/// # Errors
-/// [`DbError`].
 pub async fn get(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -57,10 +55,7 @@ pub async fn get(
     row(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
 }
 
-/// All slots of a user, or of all users (the first thousand).
-///
-/// # Errors
-/// [`DbError`].
+/// The slots of one user, or of all users; at most 1000.
 pub async fn list(client: &impl GenericClient, user: Option<&IdpUserId>) -> Result<Vec<SlotRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM slots WHERE $1::text IS NULL OR idp_user_id = $1 \
@@ -70,8 +65,7 @@ pub async fn list(client: &impl GenericClient, user: Option<&IdpUserId>) -> Resu
     rows(client, &sql, &[&user]).await?.iter().map(SlotRow::parse).collect()
 }
 
-/// # Errors
-/// [`DbError`].
+/// Inserts a slot, or replaces its subscription.
 pub async fn put(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbError> {
     let sql = "INSERT INTO slots (idp_user_id, slot, plan, status, current_period_end) \
                VALUES ($1, $2, $3, $4, $5) ON CONFLICT (idp_user_id, slot) DO UPDATE SET plan = EXCLUDED.plan, \
@@ -82,10 +76,7 @@ pub async fn put(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbEr
     execute(client, sql, params).await.map(drop)
 }
 
-/// Assigns a free handle to a user permanently, and returns its owner.
-///
-/// # Errors
-/// [`DbError`].
+/// Assigns the handle to the user permanently if it is free, and returns its owner, who may be another user.
 pub async fn claim_handle(
     client: &impl GenericClient,
     handle: &Handle,
@@ -98,17 +89,13 @@ pub async fn claim_handle(
     Ok(owner.map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// # Errors
-/// [`DbError`].
+/// The handle's owner, if it has one.
 pub async fn handle_owner(client: &impl GenericClient, handle: &Handle) -> Result<Option<String>, DbError> {
     let sql = "SELECT idp_user_id FROM handles WHERE handle = $1";
     Ok(row(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
 }
 
-/// The release that the next machine of a slot starts with; `None` if no machine of it ever registered.
-///
-/// # Errors
-/// [`DbError`].
+/// The release that the slot's next machine starts with; `None` if none is recorded.
 pub async fn release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -121,10 +108,7 @@ pub async fn release(
     parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
 }
 
-/// Records the release that a machine of the slot runs.
-///
-/// # Errors
-/// [`DbError`].
+/// Records the release that the slot's machine runs.
 pub async fn set_release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -138,9 +122,6 @@ pub async fn set_release(
 }
 
 /// [`set_release`] for the slot of a machine.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn set_release_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
@@ -152,11 +133,8 @@ pub async fn set_release_for_machine(
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
 }
 
-/// Slots by the labels of their servers, as `user/slot`. Reads every slot: only for the few servers that an alarm
+/// Maps server labels to slots, as `user/slot`. It scans every slot, so call it only for the few servers that an alarm
 /// names.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn by_labels(
     client: &impl GenericClient,
     labels: &[String],
@@ -173,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn subscription_counts_three_days_after_its_end() {
+    fn slot_is_entitled_until_grace_period_ends() {
         let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
         let slot = |status, end: Option<&str>| SlotRow {
             user: "user_1".parse().unwrap(),

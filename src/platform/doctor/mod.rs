@@ -1,6 +1,6 @@
-//! `svcctl doctor` for a platform: checks each of its dependencies, based on its configuration.
+//! `svcctl doctor platform`: checks the platform's configuration and each of its dependencies.
 //!
-//! Changes only one object of its own in the store, which it deletes again. No running platform is needed.
+//! It needs no running platform. It writes only temporary objects to the store, and deletes them again.
 
 mod bundle;
 mod database;
@@ -23,16 +23,16 @@ use svc_base::diagnosis::{self, Check, Finding, Findings};
 
 const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The findings, and the access to the running platform for further checks.
+/// The findings, and the running platform's URL and secret for further checks, if both are set.
 pub struct DoctorReport {
     pub findings: Vec<Finding>,
     pub operator: Option<(Url, SecretString)>,
 }
 
-/// Checks a platform by the environment and, with lower precedence, by `file`.
+/// Checks the platform configured by the environment and by `file`, which has lower precedence.
 pub async fn examine(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
-    // Read before the configuration is validated: the platform may run well even if this process has a wrong setting.
+    // Read before validation: the platform may be healthy even if this process has an invalid setting.
     let url: Option<Url> = env.text(&vars::PLATFORM_PUBLIC_URL).and_then(|url| url.parse().ok());
     let operator = url.zip(env.secret(&vars::PLATFORM_SECRET));
     let mut findings = serving::env_file(file);

@@ -1,4 +1,4 @@
-//! Maps a step's error to the component that a failed machine reports.
+//! Classifies the error of a step that creates a machine as the cause of the machine's failure.
 
 use std::error::Error;
 
@@ -20,7 +20,7 @@ impl StepError {
     }
 }
 
-/// Only errors from the provider are reported as refusals by the provider.
+/// Only the provider's own errors are attributed to it. A store error anywhere in the chain is attributed to the store.
 pub fn creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
     if let Some(error) = source.downcast_ref::<ProviderError>() {
         return match error.kind() {
@@ -35,12 +35,12 @@ pub fn creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> Creatio
     if matches!(source.downcast_ref(), Some(PointerError::Fenced(_))) {
         return CreationFailure::Fenced;
     }
-    let is_of_store = |error: &(dyn Error + 'static)| {
+    let is_store_error = |error: &(dyn Error + 'static)| {
         error.is::<PointerError>() || error.is::<StoreError>() || error.is::<StsError>()
     };
     let mut cause: Option<&(dyn Error + 'static)> = Some(source);
     while let Some(error) = cause {
-        if is_of_store(error) {
+        if is_store_error(error) {
             return CreationFailure::StoreFailed;
         }
         cause = error.source();
@@ -57,7 +57,7 @@ mod tests {
     use svc_store::pointer::Fenced;
 
     #[test]
-    fn failures_name_the_part_that_failed() {
+    fn creation_failure_names_failed_component() {
         let provider = |kind| {
             let cause =
                 Cause::Answer { status: 422, code: "invalid_input".to_owned(), message: String::new() };

@@ -1,7 +1,7 @@
-//! Restore benchmark: `svc-restore` fetches the snapshot, hashes it, loads it into a new database, compares all row
-//! counts with the record, and swaps. Its peers are shell tools that compare nothing.
+//! Restore benchmark: `svc-restore` downloads the snapshot, hashes it, loads it into a new database, compares all row
+//! counts with the side record, and swaps the databases. Its peer is a shell pipeline that verifies nothing.
 //!
-//! Every run has a new server, so that no run profits from the WAL files of an earlier one.
+//! Each run starts a new server, so that no run benefits from the WAL files of an earlier one.
 
 use std::path::Path;
 use std::process::Command;
@@ -31,7 +31,7 @@ pub const ROWS: [Spec; 4] = [
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(32.0) },
 ];
 
-/// The cached database, a restored one with its WAL, dumps, and a margin.
+/// Space for the cached database, a restored one with its WAL, the dumps, and a margin.
 const MIN_FREE_BYTES: u64 = 12 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 
@@ -75,7 +75,7 @@ async fn create_snapshot(dir: &Path, options: &Options, vault: &Vault) -> Result
     Ok(snapshot)
 }
 
-/// A new server and a directory for one restore. The server is dropped first.
+/// A new server and its directory, for one restore. The server is dropped before the directory that holds its data.
 struct Run {
     server: PgServer,
     dir: TempDir,
@@ -85,12 +85,13 @@ impl Run {
     async fn prepare(dir: &Path) -> Result<Self> {
         let dir = tempfile::tempdir_in(dir)?;
         let server = database::start(dir.path()).await?;
-        // Flushes pending writes of the previous run.
+        // Pending writes of the previous run must not slow this one down.
         nix::unistd::sync();
         Ok(Self { server, dir })
     }
 
-    /// Replaces the empty database, which exists on a new machine before the server's first restart.
+    /// Runs `svc-restore`. As on a new machine, it replaces an empty database, which the server's restart has flushed
+    /// there and a checkpoint flushes here.
     async fn restore(&self, svc: &Path, vault: &Vault) -> Result<RunStats> {
         self.server.create_database(database::NAME).await?;
         self.server.connect(database::NAME).await?.batch_execute("CHECKPOINT").await?;

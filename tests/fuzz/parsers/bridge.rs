@@ -1,4 +1,4 @@
-//! The bridge: whatever an app sends, the SQL contains only names of the table and placeholders, and no value.
+//! The bridge: for any input, the generated SQL contains only known names and placeholders, and never a value.
 
 use std::collections::BTreeSet;
 
@@ -10,42 +10,44 @@ use svc::host::gateway::bridge_fuzzing::{
 
 use super::Target;
 
-/// Names that statements use besides columns.
-const OWN_NAMES: [&str; 11] = ["t", "b", "json", "#", "app_n", "hit", "done", "row", "h", "d", "count"];
-/// Maximum size of an operation's statement. Apart from column names, its text is fixed.
+/// The names in statements other than those of columns.
+const FIXED_NAMES: [&str; 11] = ["t", "b", "json", "#", "app_n", "hit", "done", "row", "h", "d", "count"];
+/// Maximum size of a statement's text, which contains no values.
 const MAX_STATEMENT_BYTES: usize = 256 * 1024;
 const MAX_OPERATIONS: usize = 50;
 
-/// Checks that the text uses only permitted names, that placeholders match parameters, and that nothing ends the
-/// statement early.
-fn is_safe(statement: &Statement) -> Result<(), String> {
+/// Checks that the statement uses only known names, that placeholders match parameters, and that nothing ends it
+/// early.
+fn check_statement(statement: &Statement) -> Result<(), String> {
     let Statement { text, params, .. } = statement;
     if text.len() > MAX_STATEMENT_BYTES {
         return Err(format!("a statement of {} bytes", text.len()));
     }
     let columns = columns();
-    let mut outside = String::new();
+    let mut unquoted = String::new();
     for (index, part) in text.split('"').enumerate() {
         let is_name = index % 2 == 1;
-        if is_name && !OWN_NAMES.contains(&part) && !columns.iter().any(|column| column == part) {
-            // The only text literal with quotes is the time format.
+        if is_name && !FIXED_NAMES.contains(&part) && !columns.iter().any(|column| column == part) {
+            // `T` and `Z` are quoted within the time format, the only string literal with double quotes.
             if part != "T" && part != "Z" {
                 return Err(format!("{part:?} is a name in {text}"));
             }
         }
         if !is_name {
-            outside.push_str(part);
+            unquoted.push_str(part);
         }
     }
-    if [";", "--", "/*"].iter().any(|end| outside.contains(end)) {
+    if [";", "--", "/*"].iter().any(|terminator| unquoted.contains(terminator)) {
         return Err(format!("more than one statement: {text}"));
     }
-    let mut named = BTreeSet::new();
-    for after in outside.split('$').skip(1) {
+    let mut placeholders = BTreeSet::new();
+    for after in unquoted.split('$').skip(1) {
         let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
-        named.insert(digits.parse::<usize>().map_err(|_| format!("a placeholder without a number: {text}"))?);
+        let number =
+            digits.parse::<usize>().map_err(|_| format!("a placeholder without a number: {text}"))?;
+        placeholders.insert(number);
     }
-    if named.iter().copied().eq(1..=*params) {
+    if placeholders.iter().copied().eq(1..=*params) {
         Ok(())
     } else {
         Err(format!("{params} parameters for the placeholders of {text}"))
@@ -145,7 +147,7 @@ fn request_holds(bytes: &[u8]) -> Result<(), String> {
         return Err(format!("{} operations", request.operations));
     }
     for statement in &request.statements {
-        is_safe(statement)?;
+        check_statement(statement)?;
         let Some(sent) = statement.sent_bytes else { return Err(format!("not sent: {}", statement.text)) };
         // The parameters are about as large as the input: base64 and numbers shrink, times and UUIDs have a fixed
         // length.
@@ -159,13 +161,18 @@ fn request_holds(bytes: &[u8]) -> Result<(), String> {
 fn request_accepted(bytes: &[u8]) -> Result<(), String> {
     let request = read_request(bytes)?;
     let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let is_whole = match request.action {
+    let is_complete = match request.action {
         "schemas" => request.statements.is_empty(),
         "transaction" => Some(request.operations) == value["operations"].as_array().map(Vec::len),
         _ => !request.statements.is_empty(),
     };
-    let is_same = value["action"] == request.action && request.statements.len() >= request.operations;
-    if is_whole && is_same { Ok(()) } else { Err(format!("{request:?} was read")) }
+    let has_same_action = value["action"] == request.action;
+    let has_statements = request.statements.len() >= request.operations;
+    if is_complete && has_same_action && has_statements {
+        Ok(())
+    } else {
+        Err(format!("{request:?} was read"))
+    }
 }
 
 pub fn filter() -> Target {
@@ -184,11 +191,11 @@ pub fn filter() -> Target {
 fn filter_holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let Some(Ok((statement, fingerprint))) = read_filter(text) else { return Ok(()) };
-    is_safe(&statement)?;
+    check_statement(&statement)?;
     if statement.sent_bytes.is_none() {
         return Err(format!("not sent: {}", statement.text));
     }
-    // A filter has at most fifty terms, and a list is one parameter.
+    // A filter has at most 50 terms, and a list is one parameter.
     if statement.params > 50 {
         return Err(format!("{} parameters", statement.params));
     }
@@ -196,14 +203,14 @@ fn filter_holds(bytes: &[u8]) -> Result<(), String> {
     if is_empty != fingerprint.is_empty() {
         return Err("only an empty filter has no fingerprint".to_owned());
     }
-    let again = read_filter(&format!(" {text}\n"));
-    if again != Some(Ok((statement.clone(), fingerprint))) {
-        return Err(format!("with surrounding spaces it parses as {again:?}"));
+    let reparsed = read_filter(&format!(" {text}\n"));
+    if reparsed != Some(Ok((statement.clone(), fingerprint))) {
+        return Err(format!("with surrounding spaces it parses as {reparsed:?}"));
     }
     if is_empty {
         return Ok(());
     }
-    // Within another filter it has the same meaning, or is refused as too deep.
+    // Nested in another filter, it has the same meaning or is refused as too deep.
     for (outer, expected) in [
         (format!("{{\"not\":{text}}}"), format!("NOT ({})", statement.text)),
         (format!("{{\"and\":[{text}]}}"), format!("({})", statement.text)),
@@ -225,15 +232,15 @@ pub fn cursor() -> Target {
         holds: cursor_holds,
         accepts: |bytes| {
             let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
-            let accepted = (0..ORDERS.len()).filter(|order| read_cursor(*order, FILTER, text).is_ok());
+            let accepted = (0..ORDERS.len()).filter(|order| read_cursor(*order, FINGERPRINT, text).is_ok());
             if accepted.count() == 1 { Ok(()) } else { Err("it fits several orders".to_owned()) }
         },
         cases: 1500,
     }
 }
 
-/// The fingerprint of the filter of the cursors.
-const FILTER: &str = "0123456789abcdef";
+/// Fingerprint of the filter that the valid cursors belong to.
+const FINGERPRINT: &str = "0123456789abcdef";
 
 fn cursors() -> impl Strategy<Value = Vec<u8>> {
     let id = || any::<u128>().prop_map(|id| Some(uuid::Uuid::from_u128(id).to_string()));
@@ -242,7 +249,7 @@ fn cursors() -> impl Strategy<Value = Vec<u8>> {
         (nullable(), nullable(), id()).prop_map(|(one, other, id)| (0, vec![one, other, id])),
         id().prop_map(|id| (1, vec![id])),
     ]
-    .prop_map(|(order, keys)| write_cursor(order, FILTER, keys).expect("a short cursor").into_bytes())
+    .prop_map(|(order, keys)| write_cursor(order, FINGERPRINT, keys).expect("a short cursor").into_bytes())
 }
 
 /// A cursor is valid only for its own order and filter, and its values are always bound.
@@ -251,20 +258,20 @@ fn cursor_holds(bytes: &[u8]) -> Result<(), String> {
     let mut accepted = 0;
     for order in 0..ORDERS.len() {
         for filter in ["", "fedcba9876543210"] {
-            if read_cursor(order, filter, text).is_ok() && read_cursor(order, FILTER, text).is_ok() {
+            if read_cursor(order, filter, text).is_ok() && read_cursor(order, FINGERPRINT, text).is_ok() {
                 return Err("it is accepted with another filter".to_owned());
             }
         }
-        let Ok((keys, condition)) = read_cursor(order, FILTER, text) else { continue };
+        let Ok((keys, condition)) = read_cursor(order, FINGERPRINT, text) else { continue };
         accepted += 1;
-        is_safe(&condition)?;
+        check_statement(&condition)?;
         if condition.sent_bytes.is_none() || keys.iter().flatten().any(|key| key.contains('\0')) {
             return Err("a value that PostgreSQL refuses".to_owned());
         }
-        let written = write_cursor(order, FILTER, keys.clone()).ok_or("it cannot be encoded again")?;
-        let again = read_cursor(order, FILTER, &written)?;
-        if again != (keys, condition) {
-            return Err(format!("it is decoded as {again:?}"));
+        let encoded = write_cursor(order, FINGERPRINT, keys.clone()).ok_or("it cannot be encoded again")?;
+        let decoded = read_cursor(order, FINGERPRINT, &encoded)?;
+        if decoded != (keys, condition) {
+            return Err(format!("it is decoded as {decoded:?}"));
         }
     }
     if accepted > 1 { Err("it is accepted in another order".to_owned()) } else { Ok(()) }

@@ -1,4 +1,4 @@
-//! PostgREST: tables over HTTP, like the bridge, without TLS. Requests carry a JWT with the role.
+//! PostgREST as a peer of the bridge: tables over HTTP, but without TLS. Each request carries a JWT with its role.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -22,14 +22,14 @@ const SHA256: &str = "5c709d6707a9c4f14f243e9beb137f27863c42dfa499ba9f72ed23f864
 
 const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The login that switches to the role of a request.
+/// PostgREST's database login, which switches to the role that a request's JWT names.
 pub const LOGIN: &str = "postgrest_login";
 
 pub struct Postgrest {
     program: PathBuf,
 }
 
-/// A running PostgREST.
+/// A running PostgREST server, which is killed on drop.
 pub struct RunningPostgrest {
     pub address: SocketAddr,
     pub process: ServerProcess,
@@ -43,15 +43,21 @@ impl Postgrest {
         Ok(Self { program })
     }
 
-    /// Serves one schema, whose role has the same name, of the database at `url` (login: [`LOGIN`]).
-    pub async fn serve(&self, dir: &Path, url: &str, schema: &str, pool: u32) -> Result<RunningPostgrest> {
+    /// Serves `schema` of the database at `url`, which logs in as [`LOGIN`]. The schema's role has the same name.
+    pub async fn serve(
+        &self,
+        dir: &Path,
+        url: &str,
+        schema: &str,
+        pool_size: u32,
+    ) -> Result<RunningPostgrest> {
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
         let secret = uuid::Uuid::new_v4().simple().to_string();
         let mut command = Command::new(&self.program);
         command.env_clear().envs([
             ("PGRST_DB_URI", url),
             ("PGRST_DB_SCHEMAS", schema),
-            ("PGRST_DB_POOL", &pool.to_string()),
+            ("PGRST_DB_POOL", &pool_size.to_string()),
             ("PGRST_JWT_SECRET", &secret),
             ("PGRST_SERVER_HOST", "127.0.0.1"),
             ("PGRST_SERVER_PORT", &address.port().to_string()),
@@ -66,7 +72,7 @@ impl Postgrest {
 }
 
 impl RunningPostgrest {
-    /// PostgREST listens before it has loaded the schema, and refuses requests until then.
+    /// PostgREST listens before it has loaded the schema, and answers requests with errors until then.
     async fn wait_until_ready(&self, role: &str) -> Result<()> {
         let client = reqwest::Client::builder().no_proxy().timeout(READY_TIMEOUT).build()?;
         let (url, deadline) = (format!("http://{}/", self.address), Instant::now() + READY_TIMEOUT);
@@ -81,16 +87,16 @@ impl RunningPostgrest {
         Ok(())
     }
 
-    /// A token for a role, valid for an hour.
+    /// A JWT for `role`, valid for one hour.
     pub fn token(&self, role: &str) -> String {
         let exp = jiff::Timestamp::now().as_second() + 3600;
-        let part = |value: serde_json::Value| B64.encode(value.to_string());
-        let signed = format!(
+        let encode = |value: serde_json::Value| B64.encode(value.to_string());
+        let signing_input = format!(
             "{}.{}",
-            part(json!({ "alg": "HS256", "typ": "JWT" })),
-            part(json!({ "role": role, "exp": exp }))
+            encode(json!({ "alg": "HS256", "typ": "JWT" })),
+            encode(json!({ "role": role, "exp": exp }))
         );
         let key = hmac::Key::new(hmac::HMAC_SHA256, self.secret.as_bytes());
-        format!("{signed}.{}", B64.encode(hmac::sign(&key, signed.as_bytes())))
+        format!("{signing_input}.{}", B64.encode(hmac::sign(&key, signing_input.as_bytes())))
     }
 }
