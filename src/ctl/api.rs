@@ -97,9 +97,6 @@ impl ApiClient {
     }
 
     /// [`Self::send`] with a query instead of a body.
-    ///
-    /// # Errors
-    /// [`CallError`].
     pub async fn send_with(
         &self,
         method: Method,
@@ -121,9 +118,6 @@ impl ApiClient {
     }
 
     /// Downloads a file from an offset, without a timeout for the whole body.
-    ///
-    /// # Errors
-    /// [`CallError`].
     pub async fn open(&self, path: &[&str], from: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;

@@ -202,9 +202,6 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
 
 /// Publishes the bundle in `dir`. Publishing the same content again only adds a missing manifest and signature, or
 /// replaces them by ones that are valid for longer.
-///
-/// # Errors
-/// [`PublishError`].
 pub async fn publish(
     bucket: &Bucket,
     dir: &FilePath,

@@ -188,9 +188,6 @@ pub enum Fuse {
 
 /// Counts what a pass would destroy. A tripped fuse stays tripped while anything remains to destroy: neither a slowly
 /// growing list nor a person who settles the cases one by one may let the last few through.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn check_fuse(
     client: &impl GenericClient,
     alarm: Alarm,
@@ -210,9 +207,6 @@ pub async fn check_fuse(
 }
 
 /// Keeps an alarm raised while its cause remains.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn raise_while(
     client: &impl GenericClient,
     alarm: Alarm,
@@ -234,9 +228,6 @@ async fn raise(client: &impl GenericClient, alarm: Alarm, detail: &Value) -> Res
 }
 
 /// Releases an alarm; `None` if it is not active.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option<AlarmRow>, DbError> {
     if alarm == Alarm::UnknownServers {
         db::unknown_servers::release(client).await?;
@@ -296,9 +287,6 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
 }
 
 /// Active alarms, oldest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<wire::Alarm>, DbError> {
     let unknown = db::unknown_servers::count(client, timing.orphan_grace).await?;
     Ok(db::alarms::active(client).await?.iter().map(|row| resource(row, &unknown)).collect())

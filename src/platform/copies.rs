@@ -51,9 +51,6 @@ struct NewestSnapshot {
 }
 
 /// The copies of the machine's slot.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn of_slot(
     client: &impl GenericClient,
     machine: &MachineRow,

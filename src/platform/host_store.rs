@@ -237,9 +237,6 @@ impl HostStore {
     }
 
     /// Requests a machine's session for an unused slot; `None` if hosts get the platform's own credentials.
-    ///
-    /// # Errors
-    /// [`StsError`].
     pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
@@ -247,9 +244,6 @@ impl HostStore {
     }
 
     /// Requests an outage session like [`Self::try_session`]; `None` if hosts get none.
-    ///
-    /// # Errors
-    /// [`StsError`].
     pub async fn try_outage_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         if assumer.outage_ttl <= WORKING_SESSION_TTL {

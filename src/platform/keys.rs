@@ -111,9 +111,6 @@ impl Seal {
     }
 
     /// Reseals with the current key what only the previous one opens; `None` if there is nothing to do.
-    ///
-    /// # Errors
-    /// [`KeyError`].
     pub fn rewrapped(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
         match self.sealed_with(kid, sealed) {
             SealedWith::Previous => Ok(Some(self.close(kid, &self.open(kid, sealed)?)?)),
@@ -155,9 +152,6 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
 
 /// Loads the keys from the database, and creates the first one of a purpose. An app key signs once it is `overlap`
 /// old.
-///
-/// # Errors
-/// [`KeyError`].
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
     let proof = open_all(load_stored(db, seal, db::keys::PROOF).await?, seal)?;
     let app = load_stored(db, seal, db::keys::APP).await?;
@@ -180,9 +174,6 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
 }
 
 /// Refuses active keys that neither platform key opens.
-///
-/// # Errors
-/// [`KeyError`].
 pub async fn ensure_opened(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
@@ -210,9 +201,6 @@ async fn load_stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys
 }
 
 /// Creates another key, under the lock that the transaction holds.
-///
-/// # Errors
-/// [`KeyError`].
 pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,

@@ -50,8 +50,6 @@ pub enum RenderError {
     NotALine { path: &'static str, name: String },
 }
 
-/// # Errors
-/// [`RenderError`].
 pub fn render(
     machine: &MachineRow,
     hosts: &HostSettings,

@@ -214,9 +214,6 @@ impl Bucket {
     }
 
     /// Aborts an upload of another process, which drops its parts. Succeeds if the upload has already ended.
-    ///
-    /// # Errors
-    /// [`StoreError`].
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.identified else { return Ok(()) };
         let key = Path::from(open.key.as_str());
@@ -326,8 +323,6 @@ impl Bucket {
         Ok(Some(Versioned { value, version: got.version }))
     }
 
-    /// # Errors
-    /// [`StoreError`].
     pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {
         let put = self.inner.put(key, body.into().into());
         self.call(
@@ -338,16 +333,11 @@ impl Bucket {
         .await
     }
 
-    /// # Errors
-    /// [`StoreError`].
     pub async fn put_json(&self, key: &Path, value: &impl Serialize) -> Result<(), StoreError> {
         self.put(key, to_json(key, value)?).await
     }
 
     /// Writes on a condition. `Precondition` may be caused by our own write whose response was lost, so read back.
-    ///
-    /// # Errors
-    /// [`StoreError`].
     pub async fn put_json_if(
         &self,
         key: &Path,
@@ -358,9 +348,6 @@ impl Bucket {
     }
 
     /// Like [`put_json_if`](Self::put_json_if), for bytes.
-    ///
-    /// # Errors
-    /// [`StoreError`].
     pub async fn put_if(
         &self,
         key: &Path,

@@ -37,9 +37,6 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<St
 }
 
 /// The published manifest and signature; `None` if one of them is missing.
-///
-/// # Errors
-/// [`StoreError`].
 pub async fn signed(bucket: &Bucket, version: &ImageVersion) -> Result<Option<Signed>, StoreError> {
     let manifest = bucket.get(&key::bundle(version, ".json"), MAX_COMPANION_BYTES).await?;
     let signature = bucket.get(&key::bundle(version, ".json.sig"), MAX_COMPANION_BYTES).await?;
@@ -110,9 +107,6 @@ pub enum ManifestError {
 
 impl Manifest {
     /// Parses a manifest without verifying it.
-    ///
-    /// # Errors
-    /// [`ManifestError`].
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
         #[derive(Deserialize)]
         struct Format {
@@ -131,9 +125,6 @@ impl Manifest {
     }
 
     /// Checks that it is signed by a key of the key set that it contains, if any.
-    ///
-    /// # Errors
-    /// [`ManifestError`].
     pub fn check_key_set(&self, signed: &Signed) -> Result<(), ManifestError> {
         self.trusted_keys.as_ref().map_or(Ok(()), |set| set.is_proven_by(signed))
     }
@@ -185,9 +176,6 @@ impl Verified {
 }
 
 /// Verifies a manifest.
-///
-/// # Errors
-/// [`ManifestError`].
 pub fn verify(
     signed: &Signed,
     keys: &TrustedKeys,

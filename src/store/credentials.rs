@@ -48,15 +48,9 @@ pub enum CredentialError {
 #[async_trait]
 pub trait CredentialSource: fmt::Debug + Send + Sync + 'static {
     /// Credentials that have not expired by this machine's clock.
-    ///
-    /// # Errors
-    /// [`CredentialError`].
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError>;
 
     /// Credentials to replace those of this access key, which the store rejected as expired.
-    ///
-    /// # Errors
-    /// [`CredentialError`].
     async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
 }
 

@@ -31,9 +31,6 @@ pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<E
 }
 
 /// The floor without the pointer, if that cannot be read.
-///
-/// # Errors
-/// [`StoreError`].
 async fn beside_pointer(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
     let keys = snapshots::keys(bucket, slot).await?;
     Ok(of_keys(&keys, bound).max(of_metadata(bucket, slot, bound).await?))

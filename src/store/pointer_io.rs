@@ -128,9 +128,6 @@ fn check(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreE
 }
 
 /// Writes the fence. Succeeds if it is already written.
-///
-/// # Errors
-/// [`PointerError`].
 pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<(), PointerError> {
     write(bucket, slot, |now| pointer::fence(now, fence)).await
 }

@@ -37,9 +37,6 @@ pub enum ProtectionError {
 }
 
 /// Reads both settings, with one request each.
-///
-/// # Errors
-/// [`ProtectionError`].
 pub async fn read(s3: &S3Config) -> Result<Protection, ProtectionError> {
     let client =
         client::build(Deadlines::CALL).map_err(|error| ProtectionError::Silent(error.to_string()))?;

@@ -306,9 +306,6 @@ pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sid
 }
 
 /// The side record of a snapshot from [`latest`].
-///
-/// # Errors
-/// [`StoreError`].
 pub async fn side_record(
     bucket: &Bucket,
     slot: &SlotPrefix,

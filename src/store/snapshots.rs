@@ -92,9 +92,6 @@ pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) ->
 }
 
 /// The record of one snapshot, if it is readable.
-///
-/// # Errors
-/// [`StoreError`].
 pub async fn one(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -215,9 +212,6 @@ fn name_in<'a>(prefix: &Path, object: &'a Path) -> Option<&'a str> {
 }
 
 /// The keys, relative to the slot, of all dumps with a side record.
-///
-/// # Errors
-/// [`StoreError`].
 pub async fn keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>, StoreError> {
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list(Some(&prefix));

@@ -76,9 +76,6 @@ impl Sts {
     }
 
     /// Requests a session with this name, which the store's access log shows, and this policy.
-    ///
-    /// # Errors
-    /// [`StsError`].
     pub async fn assume(
         &self,
         name: &str,

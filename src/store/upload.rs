@@ -67,8 +67,6 @@ pub struct Upload {
 }
 
 impl Upload {
-    /// # Errors
-    /// [`StoreError`].
     pub async fn begin(bucket: &Bucket, key: &Path, parts: PartLayout) -> Result<Self, StoreError> {
         let (inner, open) = bucket.begin_upload(key).await.map_err(|error| StoreError::of(key, error))?;
         Ok(Self {
@@ -141,9 +139,6 @@ impl Upload {
     }
 
     /// Sends the last part and waits until the store has acknowledged all parts. The object is not visible yet.
-    ///
-    /// # Errors
-    /// [`UploadError`].
     pub async fn flush(&mut self) -> Result<(), UploadError> {
         if self.filled > 0 {
             self.send_part()?;
@@ -153,9 +148,6 @@ impl Upload {
 
     /// Completes the upload and checks the size of the object. The check also resolves a lost response. After an error the
     /// upload is still open, and the caller must abort it.
-    ///
-    /// # Errors
-    /// [`UploadError`].
     pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
         self.flush().await?;
         let completed = self.inner.complete().await.map_err(|error| StoreError::of(&self.key, error));

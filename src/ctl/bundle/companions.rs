@@ -98,9 +98,6 @@ impl Companions {
     }
 
     /// Uploads them for a version that is not published yet.
-    ///
-    /// # Errors
-    /// [`StoreError`].
     pub async fn send(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
         for (suffix, content) in self.each() {
             bucket.put(&context.key(suffix), content.clone()).await?;
@@ -204,9 +201,6 @@ impl StoredCompanions {
 }
 
 /// Whether hosts can update to the stored bundle.
-///
-/// # Errors
-/// [`StoreError`].
 pub async fn updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
     let stored = StoredCompanions::read(bucket, context).await?;
     let Some(manifest) = &stored.manifest else {

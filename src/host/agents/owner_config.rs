@@ -119,9 +119,6 @@ impl Settings {
 }
 
 /// Reads a file of settings. Fails for other file types and files above `MAX_CONFIG_BYTES`.
-///
-/// # Errors
-/// [`FileError`].
 pub fn read_config_file(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let mut options = File::options();
     let file = match options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path) {

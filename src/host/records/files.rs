@@ -48,9 +48,6 @@ impl RecordKind {
     }
 
     /// All files, oldest first.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
         let mut dated = Vec::new();
         if let Some(record) = self.dated() {

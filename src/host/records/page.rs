@@ -40,9 +40,6 @@ pub enum PageError {
 }
 
 /// Reads at most `limit` lines, backwards from `before`.
-///
-/// # Errors
-/// [`PageError`].
 pub fn newest(
     kind: RecordKind,
     logs: &Path,

@@ -33,9 +33,6 @@ impl Seals {
     }
 
     /// Writes the seals.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, file: &Path) -> Result<(), FileError> {
         fsx::write_atomic(file, &serde_json::to_vec(self).expect("plain fields are JSON"), 0o600)
     }

@@ -49,9 +49,6 @@ struct ReadBatch {
 
 impl Tail {
     /// Starts at the current end.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn at_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
         let mut tail = Self { kind, logs, files: Vec::new(), last: None, other: None };
         for path in tail.kind.files(&tail.logs)? {
@@ -64,9 +61,6 @@ impl Tail {
     }
 
     /// Starts after an earlier line; `None` if its file is gone.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn after(kind: RecordKind, logs: PathBuf, position: TailPosition) -> Result<Option<Self>, FileError> {
         let mut files = Vec::new();
         for path in kind.files(&logs)? {
@@ -104,9 +98,6 @@ impl Tail {
     }
 
     /// Returns new lines, each with the position after it; a bounded number per call.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn lines(&mut self) -> Result<Vec<(TailPosition, String)>, FileError> {
         let mut batch = ReadBatch { left: MAX_READ_BYTES, found: Vec::new(), bytes: 0 };
         for path in self.kind.files(&self.logs)? {

@@ -59,9 +59,6 @@ pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState
 }
 
 /// Returns the time to use for expiry. `file` holds the state of earlier checks.
-///
-/// # Errors
-/// [`FileError`].
 pub fn trusted_time(file: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     // The unit hides other files with the uptime.
     let own = ProcessStat::of_this_process().map_err(FileError::at("read", Path::new("/proc/self/stat")))?;

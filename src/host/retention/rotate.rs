@@ -39,9 +39,6 @@ pub fn due(span: Span, today: Date) -> Option<Date> {
 }
 
 /// Rotates a record if due; returns its new name.
-///
-/// # Errors
-/// [`FileError`].
 pub fn rotate(
     logs: &Path,
     record: Record,

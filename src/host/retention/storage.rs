@@ -154,9 +154,6 @@ async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), Stora
 }
 
 /// Returns whether this day has its line.
-///
-/// # Errors
-/// [`FileError`].
 pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
     #[derive(Deserialize)]
     struct DatedLine {

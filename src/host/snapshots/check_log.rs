@@ -64,8 +64,6 @@ pub struct Check {
 impl Check {
     pub const VERSION: u32 = 1;
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let line = serde_json::to_vec(self).expect("a record of plain fields is JSON");
         fsx::write_atomic(&layout.last_check(self.check.as_str()), &line, 0o644)?;

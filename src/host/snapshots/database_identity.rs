@@ -64,9 +64,6 @@ impl IdentityError {
 
 /// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or one of
 /// an earlier release.
-///
-/// # Errors
-/// [`IdentityError`].
 pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
     let Some(expected) = Marker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
@@ -79,9 +76,6 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
 }
 
 /// Like [`check`], but adopts a database under a marker of an earlier release, once.
-///
-/// # Errors
-/// [`IdentityError`].
 pub async fn verify(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
     match Marker::read(layout)? {
         None => return Ok(None),
@@ -125,9 +119,6 @@ fn difference(expected: &DatabaseIdentity, live: &LiveIdentity) -> Option<String
 }
 
 /// Returns the identity of a database that becomes this machine's, with a new restore id if it has none.
-///
-/// # Errors
-/// [`IdentityError`].
 pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, IdentityError> {
     let live = read_identity(client, database).await?;
     let restore_id = match live.restore_id {

@@ -70,17 +70,12 @@ impl HeldSnapshot {
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.held_snapshot(), &text, 0o644)
     }
 
     /// Removes the record: no snapshot is held back.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn clear(layout: &Layout) -> Result<(), FileError> {
         fsx::remove_if_exists(&layout.held_snapshot())
     }

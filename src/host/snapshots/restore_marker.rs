@@ -49,8 +49,6 @@ impl Marker {
         Ok(text.map(|text| serde_json::from_slice(&text).unwrap_or_default()))
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("a marker of plain fields is JSON");
         // On a machine, root owns the directory, and the marker is a link into a directory that this program can write

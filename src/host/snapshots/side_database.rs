@@ -89,27 +89,18 @@ impl Request {
     }
 
     /// Writes the request file. Returns `false` if a request is already pending.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn submit(&self, layout: &Layout) -> Result<bool, FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::create_atomic(&layout.request("side"), &text, 0o600)
     }
 
     /// Reads the pending request. The inner error is of a file that does not parse, which no retry can serve.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn read(layout: &Layout) -> Result<Option<Result<Self, serde_json::Error>>, FileError> {
         let text = fsx::read_if_exists(&layout.request("side"))?;
         Ok(text.map(|text| serde_json::from_slice(&text)))
     }
 
     /// Removes the served request.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn remove(layout: &Layout) -> Result<(), FileError> {
         fsx::remove_if_exists(&layout.request("side"))
     }
@@ -208,17 +199,12 @@ impl State {
     }
 
     /// The last written state; `None` if there is none or it cannot be parsed.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.side_state())?;
         let state = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         Ok(state.filter(|state| state.version == Self::VERSION))
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.updated_at = clock::now_ms();
         let text = serde_json::to_vec(self).expect("plain fields are JSON");

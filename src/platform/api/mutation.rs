@@ -214,9 +214,6 @@ impl Mutation {
 }
 
 /// Writes the audit row of a change.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange) -> Result<(), DbError> {
     let request_id = request_id::current();
     let AuditChange { action, target, before, after } = change;

@@ -48,9 +48,6 @@ pub struct RaiseOutcome {
 }
 
 /// Raises an alarm. The detail replaces an earlier one.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn raise(
     client: &impl GenericClient,
     alarm: &str,
@@ -62,9 +59,6 @@ pub async fn raise(
 
 /// Raises an alarm about one more case. Its detail is an object, which is merged into those of earlier cases, up to
 /// 100.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn raise_case(
     client: &impl GenericClient,
     alarm: &str,
@@ -100,32 +94,22 @@ async fn raise_with(
     Ok(found.as_ref().map_or(RaiseOutcome { is_new: false, is_released: false }, raised))
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn clear(client: &impl GenericClient, alarm: &str) -> Result<(), DbError> {
     execute(client, "DELETE FROM fleet_alarms WHERE alarm = $1", &[&alarm]).await.map(drop)
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<AlarmRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {ACTIVE}");
     Ok(row(client, &sql, &[&alarm]).await?.as_ref().map(parse))
 }
 
 /// Active alarms, oldest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {ACTIVE} ORDER BY since, alarm");
     Ok(rows(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
 /// Allows work for `time` although the alarm is active; `None` where it is not.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn release(
     client: &impl GenericClient,
     alarm: &str,

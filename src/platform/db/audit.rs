@@ -19,8 +19,6 @@ pub struct AuditEntry<'a> {
     pub request_id: &'a str,
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn write(tx: &Transaction<'_>, entry: &AuditEntry<'_>) -> Result<(), DbError> {
     let sql = "INSERT INTO operator_audit (audit_id, actor, action, target, before, after, request_id) \
                VALUES ($1, $2, $3, $4, $5, $6, $7)";
@@ -55,9 +53,6 @@ pub struct AuditRow {
 }
 
 /// Newest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn list(
     client: &impl GenericClient,
     filter: &AuditFilter,

@@ -7,8 +7,6 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute, row};
 use svc_provider::{BudgetGrant, ObservedBudget};
 
-/// # Errors
-/// [`DbError`].
 pub async fn reserve(
     client: &impl GenericClient,
     account: &str,
@@ -31,9 +29,6 @@ pub async fn reserve(
 }
 
 /// Closes the budget for `wait`, because the provider refused a call.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -> Result<(), DbError> {
     let sql = "UPDATE provider_budget SET tokens = 0, at = clock_timestamp(), \
                closed_until = greatest(closed_until, clock_timestamp() + make_interval(secs => $2)) \
@@ -42,9 +37,6 @@ pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -
 }
 
 /// The last known number of calls that the provider still allows.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \
                ::float8 FROM provider_budget WHERE learnt ORDER BY at DESC LIMIT 1";

@@ -22,9 +22,6 @@ pub struct EndedMachineRow {
 }
 
 /// Oldest first. Only machines whose servers may still exist are read, so the cost does not grow with the history.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
     let sql = "SELECT * FROM (SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.deleted_at IS NOT NULL, \
                    m.unsaved_since IS NOT NULL AND m.discard_ordered_at IS NULL AS unsaved, \

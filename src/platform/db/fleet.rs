@@ -54,8 +54,6 @@ pub struct FleetRow {
     pub bundle_keys: Option<(i64, Vec<String>)>,
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> {
     let sql = "SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.failure_cause, m.image_version, \
                extract(epoch FROM now() - m.created_at)::float8, \

@@ -13,8 +13,6 @@ pub struct StoredResponse {
     pub response: Value,
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn get(
     client: &impl GenericClient,
     actor: &str,
@@ -30,8 +28,6 @@ pub async fn get(
     }))
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn put(
     client: &impl GenericClient,
     actor: &str,

@@ -65,9 +65,6 @@ const LEFT_SLOT: &str =
     "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
 
 /// Machines whose retention has ended and that have no running operation.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn removable(
     client: &impl GenericClient,
     retention: &ServerRetention,
@@ -83,9 +80,6 @@ pub async fn removable(
 }
 
 /// The kept servers of a slot that may hold data, newest machine first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn of_slot(
     client: &impl GenericClient,
     user: &IdpUserId,

@@ -23,9 +23,6 @@ pub struct StoredKey {
 }
 
 /// Active keys of a purpose, oldest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn active(client: &impl GenericClient, purpose: &str) -> Result<Vec<StoredKey>, DbError> {
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
@@ -34,9 +31,6 @@ pub async fn active(client: &impl GenericClient, purpose: &str) -> Result<Vec<St
 }
 
 /// Retired keys of a purpose, newest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn retired(
     client: &impl GenericClient,
     purpose: &str,
@@ -49,9 +43,6 @@ pub async fn retired(
 }
 
 /// Keys of every purpose, including retired ones, whose `kid` is greater than this one, in order.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn list_after(
     client: &impl GenericClient,
     kid: &str,
@@ -64,9 +55,6 @@ pub async fn list_after(
 }
 
 /// Replaces the sealed form of a key.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn reseal(client: &impl GenericClient, kid: &str, sealed: &[u8]) -> Result<(), DbError> {
     execute(client, "UPDATE signing_keys SET sealed = $2 WHERE kid = $1", &[&kid, &sealed]).await.map(drop)
 }
@@ -80,18 +68,12 @@ fn span(seconds: f64) -> Duration {
 }
 
 /// The public halves of all active keys, for a new host.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn public_keys(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
     public_keys_for(client, purpose, &[]).await
 }
 
 /// The public halves of the keys that a host needs: all active ones and, if it has acknowledged only retired ones,
 /// those as well. A retired key signs for a host until a router has read its next acknowledgement.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn public_keys_for(
     client: &impl GenericClient,
     purpose: &str,
@@ -114,9 +96,6 @@ pub struct KeyDistribution {
 }
 
 /// The distribution of each active key, oldest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn distribution(
     client: &impl GenericClient,
     purpose: &str,
@@ -143,8 +122,6 @@ pub struct UnacknowledgedHosts {
     pub silent: i64,
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn count_unacknowledged(
     client: &impl GenericClient,
     kid: &str,
@@ -160,9 +137,6 @@ pub async fn count_unacknowledged(
 }
 
 /// Records whether every relevant host has this key.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn acknowledge(
     client: &impl GenericClient,
     kid: &str,
@@ -180,17 +154,12 @@ pub enum Acknowledged {
 }
 
 /// Retires every other key of the purpose.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn retire_all_but(client: &impl GenericClient, purpose: &str, kid: &str) -> Result<u64, DbError> {
     let sql = "UPDATE signing_keys SET retired_at = clock_timestamp() \
                WHERE purpose = $1 AND kid <> $2 AND retired_at IS NULL";
     execute(client, sql, &[&purpose, &kid]).await
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn insert(client: &impl GenericClient, purpose: &str, key: &StoredKey) -> Result<(), DbError> {
     let sql = "INSERT INTO signing_keys (kid, purpose, public_key, sealed) VALUES ($1, $2, $3, $4)";
     execute(client, sql, &[&key.kid, &purpose, &key.public_key, &key.sealed]).await.map(drop)

@@ -9,9 +9,6 @@ use super::{DbError, execute, row};
 use svc_machine::id::{MachineId, OperationId};
 
 /// Whether another process may still be running an ended operation of the machine.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn has_ended_lease(
     client: &impl GenericClient,
     machine: MachineId,
@@ -23,9 +20,6 @@ pub async fn has_ended_lease(
 }
 
 /// Whether another process is running another operation of any machine of the slot.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn has_slot_lease(
     client: &impl GenericClient,
     of: MachineId,
@@ -38,9 +32,6 @@ pub async fn has_slot_lease(
 }
 
 /// Delays an operation whose outcome could not be stored: one second, doubled with each attempt, up to `max`.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn postpone(
     client: &impl GenericClient,
     id: OperationId,

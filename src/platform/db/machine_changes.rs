@@ -158,63 +158,42 @@ pub async fn compare_and_set(
 }
 
 /// Records that a create request is about to be sent.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_create_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Records that a create request definitely had no effect.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Removes a machine that never served from its slot, in favour of the one that is reinstated.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
 }
 
 /// Raises a machine's epoch to at least the one in the store.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET epoch = greatest(epoch, $2) WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
 }
 
 /// Records a snapshot that is newer than the one that the machine is restored from.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_unrestored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unrestored_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }
 
 /// Sets the snapshot that a new machine is restored from.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn set_restore_snapshot(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET restore_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }
 
 /// Records the final snapshot, which was taken after the writers had stopped.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_final_backup(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -225,9 +204,6 @@ pub async fn record_final_backup(
 }
 
 /// Records that no snapshot holds what was written after `since`; `None`: an operator has accepted that loss.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_unsaved(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -238,9 +214,6 @@ pub async fn record_unsaved(
 }
 
 /// Records that an operator discards the kept server now, with any unsaved data, even if its removal was abandoned.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
                removal_abandoned_at = NULL WHERE machine_id = $1";
@@ -248,9 +221,6 @@ pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), D
 }
 
 /// Records that the server of a deleted machine is not kept, unless it holds unsaved data.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn release_server(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp() \
                WHERE machine_id = $1 AND deleted_at IS NOT NULL AND unsaved_since IS NULL";
@@ -258,18 +228,12 @@ pub async fn release_server(tx: &Transaction<'_>, id: MachineId) -> Result<(), D
 }
 
 /// Records that an operator abandoned the removal of a server.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET removal_abandoned_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Records the first healthy heartbeat after the registration.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_proven(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET proven_at = clock_timestamp() \
                WHERE machine_id = $1 AND proven_at IS NULL AND registered_at IS NOT NULL";
@@ -278,9 +242,6 @@ pub async fn record_proven(client: &impl GenericClient, id: MachineId) -> Result
 
 /// Records a booting host's restore progress and extends its registration by `ttl`, up to `limit` after its server
 /// was accepted. The registration period starts only when the server is recorded.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_boot_progress(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -296,18 +257,12 @@ pub async fn record_boot_progress(
 }
 
 /// Records the boot stages that a host has reported.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_boot_stages(tx: &Transaction<'_>, id: MachineId, stages: &Value) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET boot_stages = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &stages]).await.map(drop)
 }
 
 /// Records the server and starts its host's registration period.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_server(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -322,9 +277,6 @@ pub async fn record_server(
 }
 
 /// Records that the provider no longer has a server of this machine.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_server_deleted(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_deleted_at = clock_timestamp() WHERE machine_id = $1";
     execute(client, sql, &[&id.0]).await.map(drop)
@@ -338,8 +290,6 @@ pub struct Registration<'a> {
     pub body_hash: &'a [u8],
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn record_registration(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -356,9 +306,6 @@ pub async fn record_registration(
 
 /// Records that a machine that left its slot, or never registered, turned out to have a server or to serve: that
 /// server may hold changes since the newest backup that its host reported.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()) \
                WHERE machine_id = $1 AND server_deleted_at IS NULL \
@@ -367,9 +314,6 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
 }
 
 /// [`mark_unsaved`] for a server whose deletion was due. It also revokes an operator's order to discard it.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     mark_unsaved(tx, id).await?;
     execute(tx, "UPDATE user_machines SET discard_ordered_at = NULL WHERE machine_id = $1", &[&id.0])
@@ -403,9 +347,6 @@ pub struct TrustedKeys {
 
 /// Writes a heartbeat. A snapshot dated after the database's clock is ignored: it would silence the slot's backup
 /// alarms until that time.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,

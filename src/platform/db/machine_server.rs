@@ -6,18 +6,12 @@ use super::{DbError, execute, row};
 use svc_machine::id::MachineId;
 
 /// Records that the power is about to be switched on.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_power_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Records the provider's actions that create and start the server, in order.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_create_actions(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -28,18 +22,12 @@ pub async fn record_create_actions(
 }
 
 /// The actions that are not known to have ended.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn pending_create_actions(client: &impl GenericClient, id: MachineId) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT create_actions FROM user_machines WHERE machine_id = $1";
     Ok(row(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
 }
 
 /// Records that an action has ended.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_create_action_end(
     client: &impl GenericClient,
     id: MachineId,
@@ -51,9 +39,6 @@ pub async fn record_create_action_end(
 }
 
 /// Moves a machine without a server to the first of its fallback locations; the current one becomes the last of them.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL, location = fallback_locations[1], \
                fallback_locations = fallback_locations[2:] || location \
@@ -62,9 +47,6 @@ pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Resul
 }
 
 /// Records that the server of a machine that left its slot is ordered off.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";
@@ -72,9 +54,6 @@ pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Resu
 }
 
 /// [`record_power_on`], if the machine still holds its slot: the marks of a replaced one stay.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{SWITCHED_ON} AND deleted_at IS NULL AND retired_at IS NULL");
     execute(client, &sql, &[&id.0]).await.map(drop)
@@ -85,17 +64,11 @@ const SWITCHED_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL,
 
 /// Records that the server of a reinstated machine is on. New changes are in no snapshot yet, so earlier final-backup
 /// marks are cleared.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_power_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     execute(client, SWITCHED_ON, &[&id.0]).await.map(drop)
 }
 
 /// Records that an operator switches the server off: the machine is not routed until it is on again.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
                WHERE machine_id = $1";
@@ -103,9 +76,6 @@ pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(),
 }
 
 /// Records that the machine should be on again.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn clear_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)

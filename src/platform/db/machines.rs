@@ -31,24 +31,16 @@ async fn find_many(
     rows(client, &sql, params).await?.iter().map(MachineRow::parse).collect()
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn get(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
     find_one(client, "machine_id = $1", &[&id.0]).await
 }
 
 /// Reads and locks the row until the transaction ends.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn lock(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineRow>, DbError> {
     find_one(tx, "machine_id = $1 FOR UPDATE", &[&id.0]).await
 }
 
 /// The machine that holds a slot.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -59,9 +51,6 @@ pub async fn in_slot(
 }
 
 /// [`in_slot`], locked.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn lock_in_slot(
     tx: &Transaction<'_>,
     user: &IdpUserId,
@@ -73,9 +62,6 @@ pub async fn lock_in_slot(
 
 /// Reads and locks the newest earlier machine of the slot whose host has registered: the only one whose data can be
 /// newer than every snapshot.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn lock_last_registered(
     tx: &Transaction<'_>,
     before: &MachineRow,
@@ -88,9 +74,6 @@ pub async fn lock_last_registered(
 }
 
 /// [`lock_last_registered`], without the lock.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn last_registered(
     client: &impl GenericClient,
     before: &MachineRow,
@@ -99,9 +82,6 @@ pub async fn last_registered(
 }
 
 /// The newest earlier machines of the slot whose hosts have registered, newest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn registered_before(
     client: &impl GenericClient,
     before: &MachineRow,
@@ -114,17 +94,11 @@ pub async fn registered_before(
 }
 
 /// The machine that this one replaced.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn replaced_by(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
     find_one(client, "replaced_by = $1", &[&id.0]).await
 }
 
 /// The highest epoch that the slot has ever had.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn highest_epoch(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -137,9 +111,6 @@ pub async fn highest_epoch(
 }
 
 /// When the newest verified snapshot that any host of the slot reported was taken.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn newest_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -150,9 +121,6 @@ pub async fn newest_backup(
 }
 
 /// The newest machines of a slot, newest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn newest_of_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -163,26 +131,17 @@ pub async fn newest_of_slot(
 }
 
 /// The machine in a slot with this handle.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn by_handle(client: &impl GenericClient, handle: &Handle) -> Result<Option<MachineRow>, DbError> {
     let rest = "handle = $1 AND deleted_at IS NULL AND retired_at IS NULL ORDER BY machine_id LIMIT 1";
     Ok(find_many(client, rest, &[&handle.as_str()]).await?.pop())
 }
 
 /// Whether a later machine of the slot has registered.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn has_served_since(client: &impl GenericClient, machine: &MachineRow) -> Result<bool, DbError> {
     has_later(client, machine, "registered_at IS NOT NULL").await
 }
 
 /// Whether no later machine of the slot is proven.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn is_successor_unproven(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -201,9 +160,6 @@ async fn has_later(client: &impl GenericClient, than: &MachineRow, condition: &s
 }
 
 /// Active previews of one user.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' \
                AND deleted_at IS NULL AND retired_at IS NULL";
@@ -212,9 +168,6 @@ pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> R
 }
 
 /// Booting machines whose registration has expired. `now()` is stable within a statement, so the index can be used.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') \
                AND deleted_at IS NULL AND retired_at IS NULL AND registration_expires_at <= now()";
@@ -222,9 +175,6 @@ pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbEr
 }
 
 /// Expired previews.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = "SELECT machine_id FROM user_machines WHERE kind = 'preview' AND deleted_at IS NULL \
                AND retired_at IS NULL AND preview_expires_at <= now()";
@@ -233,9 +183,6 @@ pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<Machine
 
 /// The operation for which a machine out of its slot stays stopped while it may still be reinstated: until its
 /// successor registers, or its deletion is final.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn stopped_for(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -256,9 +203,6 @@ pub async fn stopped_for(
 }
 
 /// Remaining registration time of a booting host, by the database's clock.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn registration_left(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
     let sql = "SELECT coalesce(extract(epoch FROM registration_expires_at - clock_timestamp()), 0)::float8 \
                FROM user_machines WHERE machine_id = $1";
@@ -266,9 +210,6 @@ pub async fn registration_left(client: &impl GenericClient, id: MachineId) -> Re
 }
 
 /// Age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn create_age(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
                FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
@@ -304,9 +245,6 @@ pub enum MachineScope {
 const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 
 /// A page, newest first; ids are ordered by time.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn list(
     client: &impl GenericClient,
     filter: &MachineFilter,

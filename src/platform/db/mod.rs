@@ -161,17 +161,11 @@ impl Db {
 }
 
 /// Begins a transaction. Dropped without [`commit`], it is rolled back.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     with_timeout(session.transaction()).await
 }
 
 /// Begins a read-only transaction whose statements all read the same snapshot.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     let transaction = session.build_transaction().isolation_level(IsolationLevel::RepeatableRead);
     with_timeout(transaction.read_only(true).start()).await
@@ -183,31 +177,22 @@ pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {
     with_timeout(tx.commit()).await
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn rows(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Vec<Row>, DbError> {
     let statement = with_timeout(client.prepare_cached(sql)).await?;
     with_timeout(client.query(&statement, params)).await
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn row(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Option<Row>, DbError> {
     let statement = with_timeout(client.prepare_cached(sql)).await?;
     with_timeout(client.query_opt(&statement, params)).await
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<u64, DbError> {
     let statement = with_timeout(client.prepare_cached(sql)).await?;
     with_timeout(client.execute(&statement, params)).await
 }
 
 /// Locks a subject until the transaction ends; other callers wait.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     rows(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }

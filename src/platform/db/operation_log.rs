@@ -53,8 +53,6 @@ pub struct NewestLines {
     pub omitted: i64,
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<NewestLines, DbError> {
     let sql = format!(
         "SELECT {COLUMNS}, count(*) OVER () AS total FROM operation_log WHERE operation_id = $1 \
@@ -68,9 +66,6 @@ pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<Newe
 }
 
 /// Whether any line of an operation has this outcome.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn has_outcome(
     client: &impl GenericClient,
     id: OperationId,
@@ -81,9 +76,6 @@ pub async fn has_outcome(
 }
 
 /// Logs that a step failed and is retried.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn log_retry(
     client: &impl GenericClient,
     id: OperationId,

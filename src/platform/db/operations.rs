@@ -71,9 +71,6 @@ impl OperationRow {
 }
 
 /// Files an operation for the current request.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn file(
     tx: &Transaction<'_>,
     machine: MachineId,
@@ -91,17 +88,12 @@ pub async fn file(
     Ok(id)
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn get(client: &impl GenericClient, id: OperationId) -> Result<Option<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1");
     Ok(row(client, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// A machine's operations, newest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn list_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
@@ -111,9 +103,6 @@ pub async fn list_for_machine(
 }
 
 /// The newest operation of a kind on a machine.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn newest(
     client: &impl GenericClient,
     machine: MachineId,
@@ -123,9 +112,6 @@ pub async fn newest(
 }
 
 /// The running operation of a machine.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn running(
     client: &impl GenericClient,
     machine: MachineId,
@@ -136,8 +122,6 @@ pub async fn running(
     Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn log(
     client: &impl GenericClient,
     id: OperationId,
@@ -150,9 +134,6 @@ pub async fn log(
 }
 
 /// Ends the running operations of a machine. The lease stays, to show which process may still be working.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn end_running(
     tx: &Transaction<'_>,
     machine: MachineId,
@@ -170,9 +151,6 @@ pub async fn end_running(
 }
 
 /// Ends one operation, if it has not ended.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn end(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -189,9 +167,6 @@ pub async fn end(
 }
 
 /// Number of running operations by kind.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn count_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
     let sql = "SELECT kind, count(*) FROM operations WHERE state = 'running' GROUP BY kind";
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
@@ -200,9 +175,6 @@ pub async fn count_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i
 /// Running operations without progress for `deadline`, or filed or last continued by an operator more than `limit`
 /// ago. Excluded are those that wait for an operator or for the provider's account, those of a newer release, and
 /// deletions and server removals, which are retried until an operator abandons them.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn stalled(
     client: &impl GenericClient,
     deadline: Duration,
@@ -230,9 +202,6 @@ pub struct OverdueOperation {
 }
 
 /// Running operations filed more than `age` ago, oldest first, at most `limit`; and their total number.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn overdue(
     client: &impl GenericClient,
     age: Duration,
@@ -257,9 +226,6 @@ pub async fn overdue(
 }
 
 /// Suspends a held operation until an operator decides; returns whether `owner` still held it.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn suspend(
     client: &impl GenericClient,
     id: OperationId,
@@ -275,9 +241,6 @@ pub async fn suspend(
 }
 
 /// Resumes an operation that waits for a decision, with the decided options.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
@@ -287,9 +250,6 @@ pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOpt
 }
 
 /// When an operation of the machine last failed with this code.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn last_failed(
     client: &impl GenericClient,
     machine: MachineId,
@@ -301,9 +261,6 @@ pub async fn last_failed(
 }
 
 /// Adds a fact to the operation's step.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn add_fact(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -315,18 +272,12 @@ pub async fn add_fact(
 }
 
 /// Reads and locks the row until the transaction ends.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn lock(tx: &Transaction<'_>, id: OperationId) -> Result<Option<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1 FOR UPDATE");
     Ok(row(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// Moves a resize directly to switching the server on, regardless of its lease.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn skip_to(tx: &Transaction<'_>, id: OperationId, step: &str) -> Result<(), DbError> {
     let sql = "UPDATE operations SET step = $2, facts = '{}', attempts = 0, due_at = clock_timestamp(), \
                lease_owner = NULL, lease_until = NULL, updated_at = clock_timestamp() \
@@ -335,9 +286,6 @@ pub async fn skip_to(tx: &Transaction<'_>, id: OperationId, step: &str) -> Resul
 }
 
 /// Records progress of the machine's operation.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_progress(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
     let sql =
         "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
@@ -345,9 +293,6 @@ pub async fn record_progress(client: &impl GenericClient, machine: MachineId) ->
 }
 
 /// Age of the operation, by the database's clock.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - created_at)::float8 FROM operations \
                WHERE operation_id = $1";
@@ -356,9 +301,6 @@ pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duratio
 }
 
 /// Time since the first start of a step, by the database's clock.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) -> Result<Duration, DbError> {
     let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - min(at)), 0)::float8 FROM operation_log \
                WHERE operation_id = $1 AND step = $2 AND outcome = 'begun'";
@@ -377,9 +319,6 @@ pub struct SupportedSteps<'a> {
 
 /// Claims a due operation that has no lease and that this release can run: first those at a step that has not
 /// started, then the longest due, so that a new one does not wait behind those that poll.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn claim(
     client: &impl GenericClient,
     owner: Uuid,
@@ -398,9 +337,6 @@ pub async fn claim(
 }
 
 /// Number of running operations that this release cannot run.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn count_unsupported(
     client: &impl GenericClient,
     known: &SupportedSteps<'_>,
@@ -422,9 +358,6 @@ pub struct Advance<'a> {
 }
 
 /// Advances an operation if `owner` still holds it; returns whether it did.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn advance(
     client: &impl GenericClient,
     id: OperationId,
@@ -455,9 +388,6 @@ pub async fn advance(
 }
 
 /// Renews a lease that is still held; returns whether it was.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn renew(
     client: &impl GenericClient,
     id: OperationId,
@@ -471,9 +401,6 @@ pub async fn renew(
 }
 
 /// Releases a lease, also of an ended operation, so that others need not wait for it to expire.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn release(client: &impl GenericClient, id: OperationId, owner: Uuid) -> Result<(), DbError> {
     let sql = "UPDATE operations SET lease_owner = NULL, lease_until = NULL \
                WHERE operation_id = $1 AND lease_owner = $2";

@@ -29,9 +29,6 @@ pub enum TokenState {
 }
 
 /// The operator of a token, current or previous.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn by_token(
     client: &impl GenericClient,
     id: OperatorTokenId,
@@ -64,9 +61,6 @@ pub async fn by_token(
 }
 
 /// Records a use of a token, unless one was recorded within the interval.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_use(
     client: &impl GenericClient,
     id: OperatorTokenId,
@@ -139,9 +133,6 @@ pub struct NewToken<'a> {
 }
 
 /// Adds an operator; `None` if the name is taken.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn insert(
     tx: &Transaction<'_>,
     name: &OperatorName,
@@ -160,9 +151,6 @@ pub async fn insert(
 }
 
 /// Locks an operator's row.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn locked(tx: &Transaction<'_>, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1 FOR UPDATE");
     row(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
@@ -170,9 +158,6 @@ pub async fn locked(tx: &Transaction<'_>, name: &OperatorName) -> Result<Option<
 
 /// Gives an operator a new token. The previous one stays valid for `overlap`, or until it expires; the one before
 /// that ends now.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn rotate(
     tx: &Transaction<'_>,
     name: &OperatorName,
@@ -191,9 +176,6 @@ pub async fn rotate(
 }
 
 /// Revokes all tokens of an operator; an earlier revocation keeps its time.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn revoke(tx: &Transaction<'_>, name: &OperatorName) -> Result<OperatorRow, DbError> {
     let sql = format!(
         "UPDATE operators SET revoked_at = coalesce(revoked_at, clock_timestamp()) WHERE name = $1 RETURNING {COLUMNS}"
@@ -208,24 +190,16 @@ async fn changed(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> 
 }
 
 /// Number of operators, including ended ones.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn count(client: &impl GenericClient) -> Result<i64, DbError> {
     Ok(row(client, "SELECT count(*) FROM operators", &[]).await?.map_or(0, |row| row.get(0)))
 }
 
 /// Operators by name, at most `limit`.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn list(client: &impl GenericClient, limit: i64) -> Result<Vec<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators ORDER BY name LIMIT $1");
     rows(client, &sql, &[&limit]).await?.iter().map(OperatorRow::read).collect()
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn get(client: &impl GenericClient, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1");
     row(client, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()

@@ -39,9 +39,6 @@ pub struct KeyState {
 
 impl ProcessKeys {
     /// Renews this process's row, and deletes the rows of processes that ended long ago.
-    ///
-    /// # Errors
-    /// [`DbError`].
     pub async fn renew(&self, client: &impl GenericClient) -> Result<(), DbError> {
         let sql = "INSERT INTO platform_processes AS process (process_id, key_id, other_key_id) VALUES ($1, $2, $3) \
                    ON CONFLICT (process_id) DO UPDATE SET seen_at = clock_timestamp(), steady_since = \
@@ -55,8 +52,6 @@ impl ProcessKeys {
         execute(client, sql, &[&ENDED_PROCESS_RETENTION.max(self.ttl * 2).as_secs_f64()]).await.map(drop)
     }
 
-    /// # Errors
-    /// [`DbError`].
     pub async fn delete(&self, client: &impl GenericClient) -> Result<(), DbError> {
         execute(client, "DELETE FROM platform_processes WHERE process_id = $1", &[&self.process])
             .await
@@ -64,9 +59,6 @@ impl ProcessKeys {
     }
 
     /// Running processes that cannot decrypt this one's secrets, or whose secrets this one cannot decrypt.
-    ///
-    /// # Errors
-    /// [`DbError`].
     pub async fn incompatible(&self, client: &impl GenericClient) -> Result<Vec<OtherProcess>, DbError> {
         let sql = "SELECT process_id, key_id FROM platform_processes WHERE process_id <> $1 \
                    AND seen_at > clock_timestamp() - make_interval(secs => $4) \
@@ -79,9 +71,6 @@ impl ProcessKeys {
     }
 
     /// Whether every running process has used this process's key for long enough.
-    ///
-    /// # Errors
-    /// [`DbError`].
     pub async fn is_settled(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let sql = "SELECT EXISTS (SELECT 1 FROM platform_processes WHERE process_id = $1 \
                        AND steady_since <= clock_timestamp() - make_interval(secs => $3)) \
@@ -97,9 +86,6 @@ fn other(row: &Row) -> OtherProcess {
 }
 
 /// Running processes whose current key is another one.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn with_other_key(
     client: &impl GenericClient,
     key: &KeyId,
@@ -111,9 +97,6 @@ pub async fn with_other_key(
 }
 
 /// Number of running processes, and how many of them use `key` as their current key.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn count_with_key(
     client: &impl GenericClient,
     key: &KeyId,
@@ -126,36 +109,24 @@ pub async fn count_with_key(
 }
 
 /// Whether a release with these tables has migrated the database.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn has_tables(client: &impl GenericClient) -> Result<bool, DbError> {
     let found = row(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
 /// Whether any key has been recorded.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
     let found = row(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
 /// Whether a process has used this key.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn is_known(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
     Ok(row(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }
 
 /// Records the first key of a database. No stored secret uses another one.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id, fences_signed_at, sole_since) \
                VALUES ($1, clock_timestamp(), clock_timestamp())";
@@ -163,9 +134,6 @@ pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbErr
 }
 
 /// Records that a process uses this key from now on, which restarts the change to any other key.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id) VALUES ($1) ON CONFLICT DO NOTHING";
     execute(tx, sql, &[&key.as_str()]).await?;
@@ -174,8 +142,6 @@ pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError
     execute(tx, sql, &[&key.as_str()]).await.map(drop)
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState, DbError> {
     let sql = "SELECT fences_user, fences_slot, fences_signed_at IS NOT NULL, sole_since IS NOT NULL \
                FROM platform_keys WHERE key_id = $1";
@@ -188,9 +154,6 @@ pub async fn state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState,
 }
 
 /// Records the last slot whose fence was processed, unless re-signing has restarted since `before`.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn advance_fences(
     client: &impl GenericClient,
     key: &KeyId,
@@ -205,9 +168,6 @@ pub async fn advance_fences(
 }
 
 /// Records that every fence has been processed, if `before` is still the last slot.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn finish_fences(
     client: &impl GenericClient,
     key: &KeyId,
@@ -221,9 +181,6 @@ pub async fn finish_fences(
 }
 
 /// The next slots, in order.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,
@@ -237,9 +194,6 @@ pub async fn slots_after(
 }
 
 /// Number of slots after this one.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn count_slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,
@@ -255,9 +209,6 @@ fn bounds(after: Option<&(String, String)>) -> (&str, &str) {
 }
 
 /// Records that every stored secret uses the current key. Keys before the previous one are deleted.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
     let sql =
         "UPDATE platform_keys SET sole_since = clock_timestamp() WHERE key_id = $1 AND sole_since IS NULL";

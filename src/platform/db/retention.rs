@@ -103,9 +103,6 @@ impl ExpiringTable {
 }
 
 /// Deletes at most `limit` rows and returns their number.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn delete_batch(
     client: &impl GenericClient,
     expiring: &Expiring,

@@ -81,44 +81,30 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<Rollou
     Ok(id)
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn get(client: &impl GenericClient, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1");
     row(client, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// Reads and locks the row until the transaction ends.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE");
     row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// [`lock`], or `None` if another process has locked it.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn try_lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE SKIP LOCKED");
     row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// The open rollout.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused')");
     row(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// Rollouts that are open or still have machines to wait for.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused') OR rollout_id IN \
@@ -128,9 +114,6 @@ pub async fn unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, 
 }
 
 /// Running customers' machines that a rollout would reach: all of them, or those with these handles.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn reachable(
     client: &impl GenericClient,
     handles: Option<&[Handle]>,
@@ -152,9 +135,6 @@ pub struct UpdateTimeouts {
 
 /// Records which machines report an update in progress, so that a later report of another state does not make them
 /// overdue.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET updating_at = m.heartbeat_at FROM user_machines m \
                WHERE r.rollout_id = $1 AND r.state = 'asked' AND m.machine_id = r.machine_id AND m.updating \
@@ -163,9 +143,6 @@ pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result
 }
 
 /// The current state of a rollout's machines.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn members(
     client: &impl GenericClient,
     rollout: &RolloutRow,
@@ -207,8 +184,6 @@ fn member_state(text: &str) -> Result<MemberState, DbError> {
     text.parse().map_err(|_| DbError::Unreadable { what: "machine of a rollout", why: text.to_owned() })
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn end_member(
     tx: &Transaction<'_>,
     rollout: RolloutId,
@@ -221,8 +196,6 @@ pub async fn end_member(
     execute(tx, sql, &[&rollout.0, &machine.0, &state.as_str(), &error]).await.map(drop)
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn request_update(
     tx: &Transaction<'_>,
     rollout: RolloutId,
@@ -235,26 +208,18 @@ pub async fn request_update(
 }
 
 /// Restarts the timeouts of machines whose update was requested: hosts were not notified during the pause.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn restart_timeouts(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines SET resumed_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked'";
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
 /// Claims the machines whose update was requested and whose hosts have not been notified; they count as notified now.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn claim_unnotified(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
     let sql = "UPDATE rollout_machines SET nudged_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked' \
                AND nudged_at IS NULL RETURNING machine_id";
     Ok(rows(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn set_state(
     tx: &Transaction<'_>,
     rollout: RolloutId,
@@ -273,9 +238,6 @@ pub struct DesiredRelease {
 }
 
 /// The release that a running rollout requests of a machine.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn desired_release(
     client: &impl GenericClient,
     machine: MachineId,
@@ -287,18 +249,12 @@ pub async fn desired_release(
 }
 
 /// The newest rollouts, newest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn newest(client: &impl GenericClient, limit: i64) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts ORDER BY created_at DESC, rollout_id DESC LIMIT $1");
     rows(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect()
 }
 
 /// Number of machines of these rollouts by rollout and state.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn count_machines(
     client: &impl GenericClient,
     rollouts: &[RolloutRow],
@@ -327,9 +283,6 @@ pub struct RolloutMachineRow {
 }
 
 /// The machines of a rollout, in the order of its batches.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn machines(
     client: &impl GenericClient,
     rollout: RolloutId,

@@ -22,17 +22,12 @@ pub struct ExpectedServer {
 }
 
 /// The id of this platform, shared by all its processes.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn installation(client: &impl GenericClient) -> Result<Uuid, DbError> {
     let found = row(client, "SELECT installation_id FROM installation", &[]).await?;
     let why = || "the table is empty".to_owned();
     found.map(|row| row.get(0)).ok_or_else(|| DbError::Unreadable { what: "installation", why: why() })
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     let found = row(client, "SELECT clock_timestamp()", &[]).await?;
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
@@ -44,16 +39,11 @@ const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_s
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
 
-/// # Errors
-/// [`DbError`].
 pub async fn expected(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     with_servers(client, EXPECTED).await
 }
 
 /// Other machines whose servers may hold data and that the provider has not yet reported missing.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     let which = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
@@ -78,9 +68,6 @@ async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Ex
 }
 
 /// Number of machines that failed within this time because their servers were gone.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
                AND at > now() - make_interval(secs => $1)";
@@ -89,9 +76,6 @@ pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration)
 }
 
 /// Records servers that exist.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = NULL \
                WHERE server_missing_since IS NOT NULL AND provider_server_id = ANY($1)";
@@ -99,9 +83,6 @@ pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result
 }
 
 /// Records listed servers of ended machines that were thought to have none, and returns them.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_returned(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,
@@ -120,9 +101,6 @@ pub async fn record_returned(
 }
 
 /// Records that the machine's server is missing, and returns for how long.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn record_missing(client: &impl GenericClient, live: &ExpectedServer) -> Result<Duration, DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
@@ -133,9 +111,6 @@ pub async fn record_missing(client: &impl GenericClient, live: &ExpectedServer) 
 }
 
 /// Which of these machines exist or ever existed.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn known(
     client: &impl GenericClient,
     machines: &[MachineId],

@@ -9,9 +9,6 @@ use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
 /// The newest operation that took this machine out of service: its own deletion, or the creation of its successor.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn took_out_of_service(
     client: &impl GenericClient,
     machine: MachineId,
@@ -26,9 +23,6 @@ pub async fn took_out_of_service(
 }
 
 /// The running deletion of a machine.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn running_deletion(
     client: &impl GenericClient,
     machine: MachineId,
@@ -40,9 +34,6 @@ pub async fn running_deletion(
 }
 
 /// The deletion of a machine of this slot that has served and whose final backup is pending.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn pending_final_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -58,9 +49,6 @@ pub async fn pending_final_backup(
 
 /// A running operation that still needs the server of a machine that left its slot: its own, or the creation of the
 /// next machine, which waits for the final backup.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -80,9 +68,6 @@ pub async fn operation_needing_server(
 }
 
 /// Whether an operator accepted the loss of unsaved data when this machine was taken out of service.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn is_loss_accepted(client: &impl GenericClient, machine: MachineId) -> Result<bool, DbError> {
     let Some(id) = took_out_of_service(client, machine).await? else { return Ok(false) };
     let operation = super::operations::get(client, id).await?;

@@ -7,9 +7,6 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute};
 
 /// Claims a turn, unless a process has claimed one within `unless_within`.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn claim_turn(
     client: &impl GenericClient,
     task: &str,

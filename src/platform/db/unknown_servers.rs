@@ -29,9 +29,6 @@ impl UnknownServers {
 }
 
 /// Records exactly these servers.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn replace(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     execute(client, "DELETE FROM unknown_servers WHERE server_id <> ALL($1)", &[&servers]).await?;
     let sql = "INSERT INTO unknown_servers (server_id) SELECT unnest($1::bigint[]) ON CONFLICT DO NOTHING";
@@ -39,26 +36,18 @@ pub async fn replace(client: &impl GenericClient, servers: &[i64]) -> Result<(),
 }
 
 /// Releases the recorded servers for deletion, each when its grace period ends.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn release(client: &impl GenericClient) -> Result<(), DbError> {
     let sql = "UPDATE unknown_servers SET released_at = clock_timestamp() WHERE released_at IS NULL";
     execute(client, sql, &[]).await.map(drop)
 }
 
 /// Released servers whose grace period has ended.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn due(client: &impl GenericClient, grace: Duration) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT server_id FROM unknown_servers WHERE released_at IS NOT NULL \
                AND first_seen <= clock_timestamp() - make_interval(secs => $1)";
     Ok(rows(client, sql, &[&grace.as_secs_f64()]).await?.iter().map(|row| row.get(0)).collect())
 }
 
-/// # Errors
-/// [`DbError`].
 pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<UnknownServers, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE released_at IS NULL), count(released_at), \
                max(first_seen) FILTER (WHERE released_at IS NOT NULL) + make_interval(secs => $1) \
@@ -72,9 +61,6 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
 }
 
 /// Whether any server waits for an operator.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn is_any_held(client: &impl GenericClient) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM unknown_servers WHERE released_at IS NULL LIMIT 1";
     Ok(row(client, sql, &[]).await?.is_some())

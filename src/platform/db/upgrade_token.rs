@@ -27,9 +27,6 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
 }
 
 /// Records the first heartbeat with a later generation. The previous token stays valid for `overlap`.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn advance(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -48,9 +45,6 @@ pub async fn advance(
 }
 
 /// Records that an operator requests a rotation of a machine's token. A pending request keeps its time.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn request_rotation(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() \
                WHERE machine_id = $1 AND upgrade_token_requested_at IS NULL";
@@ -58,9 +52,6 @@ pub async fn request_rotation(tx: &Transaction<'_>, id: MachineId) -> Result<(),
 }
 
 /// Requests a rotation for every registered machine that holds its slot, and returns how many had no pending request.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn request_all(client: &impl GenericClient) -> Result<u64, DbError> {
     let sql = "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() \
                WHERE deleted_at IS NULL AND retired_at IS NULL AND registered_at IS NOT NULL \
@@ -78,9 +69,6 @@ pub struct HeldToken {
 }
 
 /// Tokens of machines that hold their slots, after this machine, in order.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn list_after(
     client: &impl GenericClient,
     after: MachineId,

@@ -37,9 +37,6 @@ pub enum AdmissionError {
 }
 
 /// Records this process as running. Waits until the row of a killed process expires.
-///
-/// # Errors
-/// [`AdmissionError`].
 pub async fn admit(
     db: &Db,
     own: &ProcessKeys,

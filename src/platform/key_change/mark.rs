@@ -101,17 +101,11 @@ impl MarkError {
 }
 
 /// Which key the store names.
-///
-/// # Errors
-/// [`MarkError`].
 pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError> {
     named(read(bucket).await?.as_ref(), ids)
 }
 
 /// Makes the store name the current key, if it names none or the previous one.
-///
-/// # Errors
-/// [`MarkError`].
 pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let found = read(bucket).await?;

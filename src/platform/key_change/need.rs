@@ -48,9 +48,6 @@ impl CountedNames {
 impl KeyNeed {
     /// Everything that still needs a key other than the current one of `mint` and `seal`. Costs a row and a MAC for
     /// each machine that holds its slot.
-    ///
-    /// # Errors
-    /// [`DbError`].
     pub async fn find(
         client: &impl GenericClient,
         current: &KeyId,
@@ -71,9 +68,6 @@ impl KeyNeed {
     }
 
     /// The need of the signing keys only.
-    ///
-    /// # Errors
-    /// [`DbError`].
     pub async fn of_signing_keys(client: &impl GenericClient, seal: &Seal) -> Result<Self, DbError> {
         let mut need = Self::default();
         for key in signing_keys(client).await? {
@@ -171,9 +165,6 @@ fn plural(what: &str, count: u64) -> String {
 }
 
 /// Every signing key in the database, including retired ones.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn signing_keys(client: &impl GenericClient) -> Result<Vec<db::keys::StoredKey>, DbError> {
     let mut all: Vec<db::keys::StoredKey> = Vec::new();
     while all.len() < MAX_SIGNING_KEYS {

@@ -166,9 +166,6 @@ pub async fn check_actions(
 }
 
 /// Looks up the machine's server by name, then by label.
-///
-/// # Errors
-/// [`ProviderError`].
 pub async fn find(platform: &Platform, machine: &MachineRow) -> Result<Option<Server>, ProviderError> {
     if let Some(found) = platform.provider.find(&machine.server_name()).await? {
         return Ok(Some(found));

@@ -110,9 +110,6 @@ pub async fn quiesce(
 }
 
 /// Resumes the writers that a host stopped for an operation.
-///
-/// # Errors
-/// [`HostCallError`].
 pub async fn resume(
     platform: &Platform,
     machine: &MachineRow,
@@ -196,9 +193,6 @@ pub async fn usage(
 }
 
 /// Requests a backup now. Returns the request time by the host's clock.
-///
-/// # Errors
-/// [`HostCallError`].
 pub async fn request_backup(
     platform: &Platform,
     machine: &MachineRow,

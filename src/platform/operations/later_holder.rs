@@ -209,9 +209,6 @@ fn is_checked(kind: OperationKind, step: Step) -> bool {
 }
 
 /// Ends or suspends an outdated operation; `None`: it continues.
-///
-/// # Errors
-/// [`StepError`].
 pub async fn check_step(held: &HeldOperation<'_>, step: Step) -> Result<Option<StepOutcome>, StepError> {
     if !is_checked(held.kind, step) {
         return Ok(None);
@@ -325,9 +322,6 @@ async fn apply_decision(
 
 /// Whether the kept server of this machine must stay: the machine was reinstated, or has served, and this database
 /// does not know it.
-///
-/// # Errors
-/// [`LookupError`].
 pub async fn serves_unknown_to_database(
     platform: &Platform,
     machine: &MachineRow,

@@ -80,9 +80,6 @@ impl HeldOperation<'_> {
 
     /// Looks up the server of a machine that failed because it was gone. If the provider has it, the machine counts
     /// as one with a server again.
-    ///
-    /// # Errors
-    /// [`StepError`].
     pub async fn finds_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
         let may_be_found = machine.has_lost_server() && machine.may_have_server();
         let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
@@ -235,9 +232,6 @@ enum LeasedWrite {
 }
 
 /// Fails a machine whose registration expired, unless it has registered in the meantime.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn expire_registration(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
     let message = "the host did not register in time";
     apply_event(platform, machine, &Event::RegistrationExpired, ("register", message)).await

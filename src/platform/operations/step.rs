@@ -184,9 +184,6 @@ impl From<ProviderError> for StepError {
 }
 
 /// Runs the operation's current step.
-///
-/// # Errors
-/// [`StepError`].
 pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, StepError> {
     if let Some(outcome) = Box::pin(later_holder::check_step(held, step)).await? {
         return Ok(outcome);

@@ -11,9 +11,6 @@ use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 use svc_wire::text::Text;
 
 /// The operation with the newest lines of its log, and the number of older ones that are omitted.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn with_log(client: &impl GenericClient, row: &OperationRow) -> Result<Operation, DbError> {
     let newest = operation_log::newest(client, row.id).await?;
     let log = newest.lines.into_iter().map(LogLine::from).collect();
@@ -21,9 +18,6 @@ pub async fn with_log(client: &impl GenericClient, row: &OperationRow) -> Result
 }
 
 /// A machine's operations with their logs, newest first.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn of_machine(client: &impl GenericClient, id: MachineId) -> Result<Vec<Operation>, DbError> {
     let mut operations = Vec::new();
     for row in db::operations::list_for_machine(client, id).await? {

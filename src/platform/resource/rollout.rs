@@ -8,9 +8,6 @@ use svc_wire::rollout::{Rollout, RolloutMachine, RolloutSummary, RolloutTotals};
 use svc_wire::text::Text;
 
 /// Rollouts without their machines.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn summaries(
     client: &impl GenericClient,
     rows: &[RolloutRow],
@@ -27,9 +24,6 @@ pub async fn summaries(
 }
 
 /// A rollout with its machines.
-///
-/// # Errors
-/// [`DbError`].
 pub async fn with_machines(client: &impl GenericClient, row: &RolloutRow) -> Result<Rollout, DbError> {
     let machines = rollouts::machines(client, row.id).await?;
     let mut totals = RolloutTotals::default();

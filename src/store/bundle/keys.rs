@@ -179,9 +179,6 @@ impl KeySet {
     }
 
     /// The offered set, if it is newer than this one.
-    ///
-    /// # Errors
-    /// [`KeySetError`].
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
         let max = max_sequence_after(self.sequence);
         match offered.sequence {

@@ -77,9 +77,6 @@ impl Journal {
     }
 
     /// Writes one dispatch, or all of a batch.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, all: &[JournalEntry]) -> Result<(), FileError> {
         let (file, text) = match all {
             [] => return Ok(()),

@@ -128,9 +128,6 @@ impl DumpedSnapshot {
 }
 
 /// Dumps the snapshot, and reads row counts, roles and database facts at the same time.
-///
-/// # Errors
-/// [`DumpError`].
 pub async fn dump_snapshot(
     settings: &BackupSettings,
     snapshot: &Snapshot,

@@ -68,9 +68,6 @@ impl ReadThrough {
     }
 
     /// After the last byte: checks that everything was a valid dump.
-    ///
-    /// # Errors
-    /// [`ReadError`].
     pub async fn finish(self) -> Result<(), ReadError> {
         let Self { mut child, chunks, fed, complaint } = self;
         drop(chunks);

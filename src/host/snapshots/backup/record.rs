@@ -41,9 +41,6 @@ pub struct HeldBack {
 }
 
 /// Writes both, each even if the other fails. The caller holds the backup's lock, so there is no other writer.
-///
-/// # Errors
-/// [`FileError`].
 pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
     let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
     let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);

@@ -56,9 +56,6 @@ impl SnapshotError {
 
 impl Snapshot {
     /// Opens a snapshot. If a table is dropped between the list and its lock, starts over with a later moment.
-    ///
-    /// # Errors
-    /// [`SnapshotError`].
     pub async fn open(server: &Server) -> Result<Self, SnapshotError> {
         let mut attempt = 1;
         loop {

@@ -40,9 +40,6 @@ impl RereadError {
 }
 
 /// Reads the object; resumes after a broken connection.
-///
-/// # Errors
-/// [`RereadError`].
 pub async fn reread(
     bucket: &Bucket,
     slot: &SlotPrefix,

@@ -45,8 +45,6 @@ impl Journal {
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("a journal of plain fields is JSON");
         fsx::write_atomic(&path(layout), &text, 0o600)
@@ -57,8 +55,6 @@ impl Journal {
     }
 }
 
-/// # Errors
-/// [`FileError`].
 pub fn remove(layout: &Layout) -> Result<(), FileError> {
     fsx::remove_if_exists(&path(layout))
 }

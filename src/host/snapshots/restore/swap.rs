@@ -38,8 +38,6 @@ impl SwapError {
     }
 }
 
-/// # Errors
-/// [`SwapError`].
 pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
     let client = server.connect(postgres::MAINTENANCE, "svc-restore").await?;
     let database = server.database();

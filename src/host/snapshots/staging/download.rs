@@ -66,9 +66,6 @@ pub enum Dump {
 }
 
 /// Downloads the verified dump into `dir`; or returns the one in the store, if it does not fit beside the database.
-///
-/// # Errors
-/// [`DownloadError`].
 pub async fn fetch(
     context: &RestoreContext,
     dir: &Path,
@@ -231,9 +228,6 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
 }
 
 /// Removes all files of a directory; a missing directory is empty.
-///
-/// # Errors
-/// [`FileError`].
 pub fn remove_all(dir: &Path) -> Result<(), FileError> {
     if dir.exists() { remove_others(dir, "") } else { Ok(()) }
 }

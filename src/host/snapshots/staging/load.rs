@@ -68,9 +68,6 @@ pub async fn refuse_newer(context: &RestoreContext, side: &SideRecord) -> Result
 }
 
 /// Loads and verifies a snapshot. On failure, the scratch database is dropped.
-///
-/// # Errors
-/// [`LoadError`].
 pub async fn into_scratch(
     context: &RestoreContext,
     dump: &Dump,
@@ -111,9 +108,6 @@ pub async fn into_scratch(
 
 /// Creates a database, owned by this user or by another role. Its number is new, so that a `pg_restore` that outlived a
 /// killed run cannot write into it.
-///
-/// # Errors
-/// [`LoadError`].
 pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scratch, LoadError> {
     let number = svc_base::clock::now_ms().as_millisecond();
     let name = format!("svc_restore_{number}");
@@ -225,9 +219,6 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
 }
 
 /// Checks that all recorded tables and rows are there, and no others.
-///
-/// # Errors
-/// [`LoadError`].
 pub async fn compare(context: &RestoreContext, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")

@@ -28,9 +28,6 @@ pub enum RoleLifetime {
 const APP_PREFIX: &str = "app_";
 
 /// Creates the missing roles. Returns descriptions of what is not kept.
-///
-/// # Errors
-/// [`LoadError`].
 pub async fn create(
     client: &mut Client,
     side: &SideRecord,
@@ -194,9 +191,6 @@ impl RoleSetup<'_> {
 }
 
 /// Drops the roles of drills, after their databases. A role that is in use by now belongs to the owner and is kept.
-///
-/// # Errors
-/// [`LoadError`].
 pub async fn drop_drills_roles(client: &Client) -> Result<(), LoadError> {
     let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
     let rows =

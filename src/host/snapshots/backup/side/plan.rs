@@ -51,8 +51,6 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// # Errors
-    /// [`PlanError`].
     pub fn new(
         number: usize,
         table: &str,

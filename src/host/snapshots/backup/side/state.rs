@@ -41,9 +41,6 @@ impl RecreateError {
 }
 
 /// The results for recreated tables: their row counts in the side database.
-///
-/// # Errors
-/// [`RecreateError`].
 pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<CopiedTable>, RecreateError> {
     let names: Vec<String> = tables.iter().map(|table| (*table).to_owned()).collect();
     let to_result = |count: TableCount| CopiedTable {
@@ -56,9 +53,6 @@ pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<Copie
 }
 
 /// Recreates all tables or none, with `pg_dump` and `pg_restore`.
-///
-/// # Errors
-/// [`RecreateError`].
 pub async fn recreate(
     settings: &BackupSettings,
     side: &Client,

@@ -109,9 +109,6 @@ impl Archived {
     }
 
     /// Returns the dump's size as the archive claims it, before it is verified.
-    ///
-    /// # Errors
-    /// [`ArchiveError`].
     pub fn dump_bytes(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
         let damaged = |error| ArchiveError::Refused { path: path.to_owned(), source: error };

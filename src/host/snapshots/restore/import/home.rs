@@ -26,9 +26,6 @@ impl Staging {
     }
 
     /// Creates an empty staging directory and removes those of killed runs.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn create(&self) -> Result<&Path, FileError> {
         fs::create_dir_all(&self.directory).map_err(FileError::at("create directory", &self.directory))?;
         remove_staged(&self.directory)?;
@@ -85,9 +82,6 @@ impl Staging {
 }
 
 /// Removes the staging directories of killed runs.
-///
-/// # Errors
-/// [`FileError`].
 pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in names(directory)? {
         if name.to_string_lossy().starts_with(STAGING_PREFIX) {

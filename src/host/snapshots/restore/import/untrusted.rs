@@ -92,9 +92,6 @@ fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> Untruste
 }
 
 /// Loads a dump and checks the created objects. On failure, the database is dropped.
-///
-/// # Errors
-/// [`UntrustedError`].
 pub async fn load(
     context: &RestoreContext,
     dump: &Path,
