@@ -20,7 +20,7 @@ pub struct Variable {
     pub readers: Option<&'static [&'static str]>,
 }
 
-/// What a program does if a variable is not set.
+/// The behaviour of a program if a variable is not set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preset {
     /// It does not start.

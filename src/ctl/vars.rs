@@ -14,7 +14,7 @@ svc_base::variables! {
         /// The owner's session for `verify-rollout --app-url`, a JWT of the identity provider or a browser's
         /// `svc_session`, unless `--session-file` names a file with it.
         SVC_SESSION_TOKEN: "text" = derived "**required** with `--app-url`";
-        /// Set: `doctor` checks the platform of this machine, unless it is told what to check.
+        /// Set: `doctor` checks the platform of this machine, unless an argument says what to check.
         PLATFORM_DATABASE_URL: "text" = unset;
         /// `dumb`: no colours and no progress bars on a terminal.
         TERM: "text" = unset;

@@ -6,7 +6,7 @@
 //! acknowledges another. A new app key signs after the overlap, when every router has read it; the old one is retired
 //! when all of its tokens have expired.
 //!
-//! Owns the schedule. The invariant: whoever must accept a signature always has its key.
+//! Owns the schedule. The invariant: a signature is only made with a key that every verifier has.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -56,7 +56,7 @@ pub enum TokenStatus {
     Refused,
 }
 
-/// What a heartbeat's response offers to a host.
+/// The token that a heartbeat's response offers to a host.
 #[derive(Debug, Clone)]
 pub enum TokenOffer {
     /// The stored token, which the host does not use.
@@ -201,7 +201,7 @@ mod tests {
         is_mixed: bool,
         row: UpgradeToken,
         copy: Option<UpgradeToken>,
-        /// What the host has stored.
+        /// The token in the host's file.
         file: SecretString,
         /// Every earlier token, of which an attacker may have a copy.
         copied: Vec<SecretString>,

@@ -186,7 +186,7 @@ pub async fn rebuild(
         Err(error) => return Err(error.into()),
     }
     match bucket.put_json_if(&slot.pointer(), &next, inspection.condition.clone()).await {
-        // Another writer has copied the entry to `latest`, or `latest` was changed: reading the pointer tells which.
+        // Another writer has copied the entry to `latest`, or `latest` was changed: reading the pointer shows which.
         Ok(()) | Err(StoreError::Precondition { .. }) => {}
         Err(error) => return Err(error.into()),
     }

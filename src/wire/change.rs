@@ -49,7 +49,7 @@ pub struct RecoveredMachine {
     pub newer_snapshot: Option<NewerSnapshot>,
 }
 
-/// A deleted machine, and what is left of its slot's data.
+/// A deleted machine, and the remaining copies of its slot's data.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -183,7 +183,7 @@ impl<'a> World<'a> {
         for host in self.hosts().to_vec() {
             let Some(machine) = database_state.machine(&host.machine) else { continue };
             let right = Some((200, Some(!machine.is_active())));
-            // A machine that may get its slot back is not told that it is superseded: its writers stay stopped.
+            // A machine that may get its slot back gets no response that it is superseded: its writers stay stopped.
             let is_kept = database_state.is_kept(machine) || is_held;
             let waits = is_kept.then_some((200, Some(false)));
             let mut response = None;

@@ -13,7 +13,7 @@ use super::proxy::{self, Upstreams};
 use svc_http::proof::Route;
 
 /// Resolves the principal and stores the outcome for [`admit`](super::auth::admit). A request for the code host is
-/// proxied as a whole, whatever its path.
+/// proxied as a whole, with any path.
 pub async fn identify(
     State(resolver): State<Arc<PrincipalResolver>>,
     State(apps): State<Arc<Registry>>,

@@ -221,7 +221,7 @@ impl Ledger {
         }
         before.counted = counted;
         for (key, totals) in found {
-            // A new key has no line, whatever its totals.
+            // A new key has no line yet, even with zero totals.
             let is_new = before.all.binary_search_by_key(&key, |one| one.key).is_err();
             let entry = before.entry(key);
             if is_new || *entry != totals {

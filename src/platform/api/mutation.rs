@@ -77,7 +77,7 @@ impl Effect {
     }
 }
 
-/// How [`Mutation::run`] came to its response.
+/// The response of [`Mutation::run`], and its origin.
 pub enum Outcome {
     Done(Reply),
     /// An earlier request with this key already got this response.

@@ -194,7 +194,7 @@ pub async fn stalled(
     Ok(rows(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// A long-running operation, whatever the state of its machine.
+/// A long-running operation, in any state of its machine.
 pub struct OverdueOperation {
     pub operation: OperationRow,
     pub handle: String,

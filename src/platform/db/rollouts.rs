@@ -129,7 +129,7 @@ pub async fn reachable(
 pub struct UpdateTimeouts {
     /// Since the request, or its last report of an update in progress.
     pub silence: Duration,
-    /// Since the request, whatever the host reports: it may be running another update, or this one forever.
+    /// Since the request, for any report of the host: it may be running another update, or this one forever.
     pub total: Duration,
 }
 

@@ -44,7 +44,7 @@ pub struct LaterHolder {
     pub epoch: Epoch,
 }
 
-/// What a slot's fence claims beyond the database.
+/// The claim of a slot's fence that the database does not have.
 #[derive(Debug, Clone, Copy)]
 pub enum FenceClaim {
     Nothing,

@@ -200,7 +200,7 @@ struct ResizeView {
 async fn load_server(held: &HeldOperation<'_>) -> Result<Result<ResizeView, StepOutcome>, StepError> {
     let machine = held.machine().await?;
     let (Some(id), Some(to)) = (machine.provider_server_id, machine.resize_to.clone()) else {
-        // It no longer resizes: whatever changed its state also ended this operation.
+        // It no longer resizes: the change of its state also ended this operation.
         return Err(StepError::Lost);
     };
     let age = held.step_age().await?;

@@ -71,7 +71,7 @@ impl StepOutcome {
     }
 }
 
-/// What is recorded about the machine in the transaction that ends the step.
+/// The record about the machine, written in the transaction that ends the step.
 pub enum StepRecord {
     Nothing,
     CreateAccepted {

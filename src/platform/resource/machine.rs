@@ -72,7 +72,7 @@ impl From<&UpgradeToken> for wire::UpgradeToken {
     }
 }
 
-/// What a host has reported. `None` also for a stored report that this release cannot read.
+/// A stored report of a host. `None` also for a stored report that this release cannot read.
 fn reported<T: DeserializeOwned>(stored: Option<&Value>) -> Option<T> {
     stored.and_then(|stored| T::deserialize(stored).ok())
 }

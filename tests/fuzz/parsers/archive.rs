@@ -1,5 +1,5 @@
-//! A bundle's archive, as the updater unpacks it: whatever it contains, nothing outside the directory is created,
-//! changed or reachable by a link.
+//! A bundle's archive, as the updater unpacks it. No content makes it create or change anything outside the directory,
+//! or a link to it.
 //!
 //! A case is the tar within the bundle; the checksums of the compression detect damage around it.
 

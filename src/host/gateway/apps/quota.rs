@@ -1,7 +1,7 @@
 //! The storage quotas of the apps' tables.
 //!
 //! The sizes of the apps' schemas are measured while apps write. Between measurements each write is counted by an
-//! estimate when it is sent, whatever its outcome: PostgreSQL frees no space when a transaction rolls back. When the
+//! estimate when it is sent, even if it fails: PostgreSQL frees no space when a transaction rolls back. When the
 //! estimates reach a tenth of the quota, a measurement is requested. Above its quota an app, an agent or a process of
 //! the owner's user cannot add or change rows; the owner can, and rows can always be deleted. Files are not counted,
 //! because apps write none.
@@ -67,7 +67,7 @@ pub struct WriteSize {
     pub is_by_filter: bool,
 }
 
-/// A write that was sent to the database. Its changed rows are counted on drop, whatever the outcome.
+/// A write that was sent to the database. Its changed rows are counted on drop, even if it fails.
 #[derive(Debug)]
 pub struct SentWrite<'q> {
     quotas: &'q Quotas,

@@ -1,6 +1,6 @@
 //! Registers a manifest in one transaction: creates its tables and stores the manifest.
 //!
-//! Repeated registration only repairs: the role's login and grants, and whatever was removed.
+//! Repeated registration only repairs: the role's login and grants, and objects that were removed.
 
 use std::time::Duration;
 

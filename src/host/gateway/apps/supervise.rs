@@ -33,7 +33,7 @@ const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_max_delay(Duration::from_secs(5))
     .without_max_times();
 
-/// What the supervisor reads and keeps up to date.
+/// Services that the supervisor reads and keeps up to date.
 pub struct SupervisorContext {
     pub layout: Layout,
     pub registry: Arc<Registry>,

@@ -1,4 +1,4 @@
-//! What the bridge's handlers use.
+//! The services that the bridge's handlers share.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -110,8 +110,8 @@ impl Sql {
         self.push(" AS ").name(&column.name)
     }
 
-    /// A column's value as [`super::cursor::key`] reads it: of each row, though only the last one's makes a cursor, so
-    /// what is cheaper told apart here than printed there goes as it is.
+    /// A column's value as [`super::cursor::key`] reads it. Every row has it, although only the last one's becomes a
+    /// cursor, so types that are cheap to parse here are not converted to text by the database.
     pub fn key(&mut self, column: &Column) -> &mut Self {
         self.column(column);
         match column.kind {

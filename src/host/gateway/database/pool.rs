@@ -51,7 +51,7 @@ struct PoolState {
     opening: usize,
 }
 
-/// What the open connections offer a request.
+/// The choice of a connection for a request.
 enum Selection {
     Use(Arc<Connection>),
     /// Open another connection; it is already counted in `opening`.

@@ -1,4 +1,4 @@
-//! Disk usage of the home's files. Each file counts once, whatever its number of links, and only on the home's file
+//! Disk usage of the home's files. Each file counts once, however many links it has, and only on the home's file
 //! system.
 //!
 //! Symbolic links are not followed. Directories not reached before the deadline are left out.

@@ -21,7 +21,7 @@ use super::view::{HostView, ServerView};
 use super::{api, control, listener};
 use crate::vm::Machine;
 
-/// What a server is.
+/// The implementation of a server.
 #[derive(Debug, Clone)]
 pub enum SimulatorKind {
     /// A record; nothing runs.

@@ -29,7 +29,7 @@ impl Campaign<'_> {
         Ok(machine::pointer(self.store).await?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// An undisturbed run stores a snapshot of the current database, whatever earlier runs left.
+    /// An undisturbed run stores a snapshot of the current database after any earlier runs.
     async fn succeed(&mut self) -> Result<()> {
         let before = self.claimed_seq().await?;
         self.killer.complete_run(|| self.machine.spawn(&BACKUP, &[])).await?;
