@@ -15,7 +15,7 @@ use svc_http::problem::{Code, FieldError, Problem};
 /// Delay before a client should retry, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 2;
 
-/// The statement that was being executed when the error occurred.
+/// The part of the request that was being executed when the error occurred.
 #[derive(Debug, Clone, Copy)]
 pub struct ErrorContext {
     /// JSON pointer to the written values in the request.

@@ -2,8 +2,8 @@
 //!
 //! A dropped request cannot stop its statement: PostgreSQL continues to execute it, and statements queued behind it
 //! would wait. Its connection therefore leaves the pool at once, is cancelled until it is idle, and is closed. A
-//! cancellation hits the statement that is running, so other requests' statements on the connection may be cancelled too; those had no
-//! effect and are retried on another connection.
+//! cancellation hits the statement that is running, so other requests' statements on the connection may be cancelled
+//! too; those had no effect and are retried on another connection.
 
 use std::sync::Arc;
 use std::time::Duration;
