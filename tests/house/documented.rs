@@ -36,22 +36,28 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Every test that a page in `docs` names, as `` `area::file::name` ``, exists.
+/// Whether a test exists: `area::file::name` in `tests`, in the kit as `kit::file::name`, or a unit test below `src`.
+pub fn is_test(files: &[File], name: &str) -> bool {
+    let (place, name) = name.rsplit_once("::").unwrap_or_default();
+    let place = place.replace("::", "/");
+    let paths = match place.strip_prefix("kit/") {
+        Some(place) => [format!("tests/kit/src/{place}.rs"), format!("tests/kit/src/{place}/mod.rs")],
+        None => [format!("tests/{place}.rs"), format!("src/{place}.rs")],
+    };
+    files.iter().any(|file| paths.contains(&file.path) && file.text.contains(&format!("fn {name}(")))
+}
+
+/// Every test that a page in `docs` names exists.
 pub fn unknown_tests(files: &[File]) -> Vec<String> {
     let is_name = |text: &str| {
         text.contains("::")
             && text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "_:".contains(c))
     };
-    let is_there = |name: &str| {
-        let (place, name) = name.rsplit_once("::").unwrap_or_default();
-        let path = format!("tests/{}.rs", place.replace("::", "/"));
-        files.iter().any(|file| file.path == path && file.text.contains(&format!("fn {name}(")))
-    };
     let mut found = Vec::new();
     for file in files.iter().filter(|file| file.path.starts_with("docs/")) {
         for (number, line) in file.text.lines().enumerate() {
             let names = line.split('`').skip(1).step_by(2).filter(|text| is_name(text));
-            for name in names.filter(|name| !is_there(name)) {
+            for name in names.filter(|name| !is_test(files, name)) {
                 found.push(at(&file.path, number + 1, format!("no such test: {name}")));
             }
         }
@@ -65,9 +71,11 @@ mod tests {
 
     #[test]
     fn missing_test_named_by_a_page_is_detected() {
-        let page = File::sample("docs/a.md", "kept by `a::b::c_d`, `a::b::e` and `a/b.rs`");
-        let test = File::sample("tests/a/b.rs", "#[test]\nfn c_d() {}");
-        let found = unknown_tests(&[page, test]);
+        let page =
+            File::sample("docs/a.md", "kept by `a::b::c_d`, `a::b::e`, `g::h`, `kit::i::j` and `a/b.rs`");
+        let test = |path: &str, name: &str| File::sample(path, &format!("#[test]\nfn {name}() {{}}"));
+        let tests = [test("tests/a/b.rs", "c_d"), test("src/g.rs", "h"), test("tests/kit/src/i.rs", "j")];
+        let found = unknown_tests(&tests.into_iter().chain([page]).collect::<Vec<_>>());
         assert_eq!(found.len(), 1, "{found:?}");
         assert!(found[0].contains("a::b::e"), "{found:?}");
     }
