@@ -14,6 +14,8 @@ mod links;
 mod rules;
 #[path = "house/source.rs"]
 mod source;
+#[path = "house/specification.rs"]
+mod specification;
 
 use files::{File, at, files, root};
 
@@ -84,6 +86,11 @@ fn every_path_that_a_page_names_exists() {
 #[test]
 fn every_test_that_a_page_names_exists() {
     assert_none(&documented::unknown_tests(&files()));
+}
+
+#[test]
+fn every_item_of_the_specification_has_its_row() {
+    assert_none(&specification::untraced(&files(), |path| root().join(path).exists()));
 }
 
 #[test]
