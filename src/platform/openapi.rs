@@ -1,5 +1,8 @@
 //! The OpenAPI document of the control API and the router.
 
+use std::sync::LazyLock;
+
+use bytes::Bytes;
 use serde_json::Value;
 
 use super::api::ENDPOINTS;
@@ -22,6 +25,9 @@ const API: Api = Api {
         ("OwnSlot", router::own_slot_schema),
     ],
 };
+
+/// [`document`] as it is served, built by the first request for it.
+pub static JSON: LazyLock<Bytes> = LazyLock::new(|| document().to_string().into());
 
 /// The OpenAPI document of all routes: the control API's, and the router's on the public hosts.
 pub fn document() -> Value {

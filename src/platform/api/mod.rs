@@ -48,7 +48,7 @@ pub mod storage_credentials;
 pub mod undelete;
 pub mod usage;
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use axum::extract::Request;
 use axum::middleware;
@@ -58,7 +58,7 @@ use axum::{Extension, Router};
 use bytes::Bytes;
 use http::Method;
 use http::header::CONTENT_TYPE;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use self::endpoint::{Access, Endpoint, documented_json};
 use super::context::Platform;
@@ -122,14 +122,8 @@ pub static ENDPOINTS: [&Endpoint; 51] = [
 ];
 
 /// The OpenAPI document of all routes, in this router and others. The caller of [`routes`] adds it as an [`Extension`].
-#[derive(Clone)]
-pub struct OpenApi(Bytes);
-
-impl OpenApi {
-    pub fn new(document: &Value) -> Self {
-        Self(document.to_string().into())
-    }
-}
+#[derive(Clone, Copy)]
+pub struct OpenApi(pub &'static LazyLock<Bytes>);
 
 static DESCRIPTION: Endpoint = Endpoint {
     access: Access::Open,
@@ -148,7 +142,7 @@ static DESCRIPTION: Endpoint = Endpoint {
 };
 
 async fn describe(Extension(OpenApi(document)): Extension<OpenApi>) -> impl IntoResponse {
-    ([(CONTENT_TYPE, "application/json")], document)
+    ([(CONTENT_TYPE, "application/json")], Bytes::clone(document))
 }
 
 pub fn routes(platform: Arc<Platform>) -> Router {
