@@ -2,7 +2,7 @@
 //! streams.
 //!
 //! The watcher reports sign-outs of other processes. Invariant: a sign-out closes every stream that was registered before
-//! it. A caller that registers a stream checks afterwards that no sign-out has happened meanwhile.
+//! it. A caller that registers a stream checks afterwards that no sign-out has happened in the meantime.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
