@@ -100,7 +100,7 @@ pub struct Inspection {
 pub enum RepairError {
     #[error("{key} is not usable: {why}")]
     Unusable { key: String, why: String },
-    #[error("the pointer was changed by another writer meanwhile")]
+    #[error("the pointer was changed by another writer in the meantime")]
     Changed,
     #[error(transparent)]
     Store(#[from] StoreError),

@@ -1,0 +1,437 @@
+//! Executes a prepared plan and copies PostgreSQL's JSON into the response, byte for byte.
+
+use std::error::Error;
+use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use axum::response::{IntoResponse, Response};
+use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::future::{join_all, try_join};
+use futures_util::{TryStreamExt, future};
+use http::{HeaderValue, StatusCode, header};
+use tokio_postgres::types::{FromSql, Type};
+use tokio_postgres::{Row, RowStream, Statement};
+
+use super::cursor::{Cursor, key_text};
+use super::param::Param;
+use super::plan::{ChangePlan, ChangeTarget, FindPlan, InsertGroup, Plan};
+use super::refusal::{self, ErrorContext};
+use super::request::Returning;
+use super::sql::Sql;
+use crate::gateway::apps::ChangedRows;
+use crate::gateway::database::Connection;
+use svc_http::problem::{Code, Problem};
+
+/// A page ends early at this size, which bounds the memory of one response.
+const MAX_RESPONSE_BYTES: usize = 8 * 1024 * 1024;
+/// Maximum attempts of an upsert whose row is inserted and deleted concurrently.
+const MAX_UPSERT_ATTEMPTS: usize = 3;
+
+/// The response of one operation: a complete JSON object.
+#[derive(Debug)]
+pub struct BridgeResponse {
+    pub status: StatusCode,
+    pub body: Bytes,
+    /// Whether PostgreSQL's result was read to the end.
+    pub is_whole: bool,
+}
+
+impl BridgeResponse {
+    fn ok(body: impl Into<Bytes>) -> Self {
+        Self { status: StatusCode::OK, body: body.into(), is_whole: true }
+    }
+
+    fn created(body: impl Into<Bytes>) -> Self {
+        Self { status: StatusCode::CREATED, ..Self::ok(body) }
+    }
+
+    /// Combines the responses of a transaction.
+    pub fn all(responses: &[Self]) -> Bytes {
+        let size: usize = responses.iter().map(|response| response.body.len() + 1).sum();
+        let mut body = BytesMut::with_capacity(size + 16);
+        body.put_slice(b"{\"data\":");
+        put_list(&mut body, responses.iter().map(|response| response.body.as_ref()));
+        body.put_u8(b'}');
+        body.freeze()
+    }
+}
+
+/// The bytes that the response may still use and the counter of changed rows. The operations of a transaction share one
+/// budget.
+#[derive(Debug)]
+pub struct ResponseBudget<'c> {
+    bytes: AtomicUsize,
+    changed: &'c ChangedRows,
+}
+
+impl<'c> ResponseBudget<'c> {
+    pub fn new(changed: &'c ChangedRows) -> Self {
+        Self { bytes: AtomicUsize::new(MAX_RESPONSE_BYTES), changed }
+    }
+
+    fn has_room(&self) -> bool {
+        self.bytes.load(Ordering::Relaxed) > 0
+    }
+
+    /// Reserves all of `bytes` or fails.
+    fn claim(&self, bytes: usize) -> Result<(), Problem> {
+        if bytes > self.bytes.load(Ordering::Relaxed) {
+            return Err(refusal::response_too_large());
+        }
+        self.consume(bytes);
+        Ok(())
+    }
+
+    fn consume(&self, bytes: usize) {
+        let remaining = self.bytes.load(Ordering::Relaxed);
+        self.bytes.store(remaining.saturating_sub(bytes), Ordering::Relaxed);
+    }
+}
+
+/// Whether a plan runs alone or as a step of a transaction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExecutionMode {
+    Single,
+    InTransaction,
+}
+
+/// A plan with its statements prepared on a connection.
+pub struct PreparedPlan<'p, 't> {
+    plan: &'p Plan<'t>,
+    statements: Vec<Statement>,
+}
+
+impl<'p, 't> PreparedPlan<'p, 't> {
+    /// # Errors
+    /// PostgreSQL's error, when it rejects a statement.
+    pub async fn prepare(connection: &Connection, plan: &'p Plan<'t>) -> Result<Self, Problem> {
+        let context = ErrorContext::for_plan(plan);
+        let mut statements = Vec::with_capacity(1);
+        for sql in plan.statements() {
+            let types = || sql.params.iter().map(Param::sql_type).collect();
+            let statement = connection.statement(&sql.text, types).await;
+            statements.push(statement.map_err(|error| refusal::from_error(&error, context))?);
+        }
+        Ok(Self { plan, statements })
+    }
+}
+
+/// A connection and the context for its errors.
+#[derive(Clone, Copy)]
+struct Executor<'c> {
+    connection: &'c Connection,
+    context: ErrorContext,
+}
+
+/// Executes a prepared plan. In a transaction all statements are sent by the first poll.
+///
+/// # Errors
+/// The problem to return to the caller.
+pub async fn execute(
+    connection: &Connection,
+    prepared: PreparedPlan<'_, '_>,
+    mode: ExecutionMode,
+    budget: &ResponseBudget<'_>,
+) -> Result<BridgeResponse, Problem> {
+    let PreparedPlan { plan, statements } = prepared;
+    let executor = Executor { connection, context: ErrorContext::for_plan(plan) };
+    let response = match (plan, statements.as_slice()) {
+        (Plan::Insert(sql), [statement]) => {
+            let rows = executor.query_rows(statement, sql).await?;
+            let row = rows.first().ok_or_else(refusal::missing_row)?;
+            Ok(BridgeResponse::created(wrap_data(executor.row_json(row)?)))
+        }
+        (Plan::InsertMany(groups), statements) => executor.insert_many(groups, statements).await,
+        (Plan::Upsert { write, fallback }, [first, rest @ ..]) => {
+            let fallback = fallback.as_ref().zip(rest.first());
+            budget.changed.add(1);
+            executor.upsert((write, first), fallback, mode).await
+        }
+        (Plan::Get(sql), [statement]) => match executor.query_rows(statement, sql).await?.first() {
+            Some(row) => Ok(BridgeResponse::ok(wrap_data(executor.row_json(row)?))),
+            None => Err(row_not_found()),
+        },
+        (Plan::Count(sql), [statement]) => {
+            let count = executor.query_number(statement, sql).await?;
+            Ok(BridgeResponse::ok(wrap_data(format!("{{\"count\":{count}}}").as_bytes())))
+        }
+        // These reserve bytes row by row.
+        (Plan::Find(page), [rows, count @ ..]) => {
+            return executor.find_page(page, rows, count.first(), budget).await;
+        }
+        (Plan::Change(changed), [statement]) => {
+            return executor.apply_change(changed, statement, budget).await;
+        }
+        _ => Err(refusal::missing_row()),
+    }?;
+    // The plan bounds a single response, and a write outside a transaction is already committed.
+    if mode == ExecutionMode::InTransaction {
+        budget.claim(response.body.len())?;
+    }
+    Ok(response)
+}
+
+impl Executor<'_> {
+    /// Returns the rows in the order of the request.
+    async fn insert_many(
+        self,
+        groups: &[InsertGroup],
+        statements: &[Statement],
+    ) -> Result<BridgeResponse, Problem> {
+        let each =
+            groups.iter().zip(statements).map(|(group, statement)| self.query_rows(statement, &group.sql));
+        let mut created: Vec<(usize, Row)> = Vec::new();
+        for (group, rows) in groups.iter().zip(join_all(each).await) {
+            created.extend(group.rows.iter().copied().zip(rows?));
+        }
+        created.sort_unstable_by_key(|(index, _)| *index);
+        let rows = created.iter().map(|(_, row)| self.row_json(row)).collect::<Result<Vec<_>, _>>()?;
+        let mut body = BytesMut::with_capacity(rows.iter().map(|row| row.len() + 1).sum::<usize>() + 16);
+        body.put_slice(b"{\"data\":");
+        put_list(&mut body, rows.into_iter());
+        body.put_u8(b'}');
+        Ok(BridgeResponse::created(body))
+    }
+
+    /// In a transaction the first statement locks the row, so the second finds it.
+    async fn upsert(
+        self,
+        write: (&Sql, &Statement),
+        fallback: Option<(&Sql, &Statement)>,
+        mode: ExecutionMode,
+    ) -> Result<BridgeResponse, Problem> {
+        let response = |rows: Vec<Row>| match rows.first() {
+            Some(row) => self.row_json(row).map(|row| Some(BridgeResponse::ok(wrap_data(row)))),
+            None => Ok(None),
+        };
+        let first = || self.query_rows(write.1, write.0);
+        let Some((sql, statement)) = fallback else {
+            return response(first().await?)?.ok_or_else(refusal::missing_row);
+        };
+        let second = || self.query_rows(statement, sql);
+        if mode == ExecutionMode::InTransaction {
+            let (created, found) = try_join(first(), second()).await?;
+            return response(created)?.or(response(found)?).ok_or_else(refusal::concurrent_change);
+        }
+        for _ in 0..MAX_UPSERT_ATTEMPTS {
+            if let Some(response) = response(first().await?)? {
+                return Ok(response);
+            }
+            if let Some(response) = response(second().await?)? {
+                return Ok(response);
+            }
+        }
+        Err(refusal::concurrent_change())
+    }
+
+    async fn find_page(
+        self,
+        page: &FindPlan<'_>,
+        rows: &Statement,
+        count: Option<&Statement>,
+        budget: &ResponseBudget<'_>,
+    ) -> Result<BridgeResponse, Problem> {
+        // Both queries are sent before the first result is read.
+        let counted = async {
+            match page.count.as_ref().zip(count) {
+                Some((sql, statement)) => self.query_number(statement, sql).await.map(Some),
+                None => Ok(None),
+            }
+        };
+        let (mut filled, count) = future::try_join(self.fill_page(page, rows, budget), counted).await?;
+        let body = &mut filled.body;
+        body.put_slice(b"],\"nextCursor\":");
+        match filled.last {
+            Some(keys) => {
+                let cursor = Cursor::new(&page.order, &page.filter, keys).encode();
+                let cursor = cursor.ok_or_else(|| {
+                    Problem::field("/orderBy", "cannot be used for paging: a value in it is too long")
+                })?;
+                body.put_u8(b'"');
+                body.put_slice(cursor.as_bytes());
+                body.put_u8(b'"');
+            }
+            None => body.put_slice(b"null"),
+        }
+        if let Some(count) = count {
+            body.put_slice(format!(",\"count\":{count}").as_bytes());
+        }
+        body.put_u8(b'}');
+        Ok(BridgeResponse { is_whole: filled.is_whole, ..BridgeResponse::ok(filled.body) })
+    }
+
+    /// Reads rows until the page has its limit or the byte budget is used; the cursor continues in both cases.
+    async fn fill_page(
+        self,
+        page: &FindPlan<'_>,
+        statement: &Statement,
+        budget: &ResponseBudget<'_>,
+    ) -> Result<PageBuffer, Problem> {
+        let refused = |error: tokio_postgres::Error| refusal::from_error(&error, self.context);
+        let mut rows = pin!(self.send_query(statement, &page.rows).await.map_err(refused)?);
+        let mut filled = PageBuffer { body: BytesMut::with_capacity(4096), last: None, is_whole: true };
+        filled.body.put_slice(b"{\"data\":[");
+        let (mut listed_rows, mut last_row) = (0, None::<Row>);
+        let mut has_more = false;
+        while let Some(row) = rows.try_next().await.map_err(refused)? {
+            if has_more {
+                continue;
+            }
+            // A page has at least one row; otherwise its cursor would not advance.
+            if listed_rows == page.limit || (listed_rows > 0 && !budget.has_room()) {
+                has_more = true;
+                filled.is_whole = listed_rows == page.limit;
+                if filled.is_whole {
+                    continue;
+                }
+                break;
+            }
+            if listed_rows > 0 {
+                filled.body.put_u8(b',');
+            }
+            let json = self.row_json(&row)?;
+            filled.body.put_slice(json);
+            budget.consume(json.len());
+            listed_rows += 1;
+            last_row = Some(row);
+        }
+        let keys = |row: Row| {
+            (1..=page.order.keys.len()).map(|index| key_text(&row, index)).collect::<Result<_, _>>()
+        };
+        filled.last = last_row.filter(|_| has_more).map(keys).transpose().map_err(refused)?;
+        Ok(filled)
+    }
+
+    async fn apply_change(
+        self,
+        changed: &ChangePlan,
+        statement: &Statement,
+        budget: &ResponseBudget<'_>,
+    ) -> Result<BridgeResponse, Problem> {
+        let refused = |error: tokio_postgres::Error| refusal::from_error(&error, self.context);
+        let mut stream = pin!(self.send_query(statement, &changed.sql).await.map_err(refused)?);
+        let column = usize::from(changed.max_affected.is_some());
+        let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
+        let mut rows = BytesMut::new();
+        while let Some(row) = stream.try_next().await.map_err(refused)? {
+            if changed.max_affected.is_some() {
+                matched = row.try_get(0).map_err(refused)?;
+            }
+            match changed.returning {
+                Returning::Number => affected = row.try_get(column).map_err(refused)?,
+                Returning::Rows => {
+                    let Some(RawJson(json)) =
+                        row.try_get::<_, Option<RawJson<'_>>>(column).map_err(refused)?
+                    else {
+                        continue;
+                    };
+                    affected += 1;
+                    if budget.has_room() {
+                        if listed > 0 {
+                            rows.put_u8(b',');
+                        }
+                        rows.put_slice(json);
+                        budget.consume(json.len());
+                        listed += 1;
+                    }
+                }
+            }
+        }
+        match changed.max_affected {
+            Some(max) if matched > max => return Err(refusal::too_many(max)),
+            None if changed.returning == Returning::Number => {
+                affected = stream.rows_affected().unwrap_or(0).try_into().unwrap_or(i64::MAX);
+            }
+            _ => {}
+        }
+        budget.changed.add(affected.try_into().unwrap_or(0));
+        if affected == 0 && changed.target == ChangeTarget::Id {
+            return Err(row_not_found());
+        }
+        let mut body = BytesMut::with_capacity(rows.len() + 64);
+        body.put_slice(format!("{{\"data\":{{\"affected\":{affected}").as_bytes());
+        if changed.returning == Returning::Rows {
+            body.put_slice(b",\"rows\":[");
+            body.put_slice(&rows);
+            body.put_u8(b']');
+            if usize::try_from(affected).unwrap_or(usize::MAX) > listed {
+                body.put_slice(b",\"truncated\":true");
+            }
+        }
+        body.put_slice(b"}}");
+        Ok(BridgeResponse::ok(body))
+    }
+
+    async fn query_rows(self, statement: &Statement, sql: &Sql) -> Result<Vec<Row>, Problem> {
+        let ran = async { self.send_query(statement, sql).await?.try_collect().await };
+        ran.await.map_err(|error| refusal::from_error(&error, self.context))
+    }
+
+    /// The statement is sent by the first poll.
+    async fn send_query(self, statement: &Statement, sql: &Sql) -> Result<RowStream, tokio_postgres::Error> {
+        self.connection.client.query_raw(statement, &sql.params).await
+    }
+
+    async fn query_number(self, statement: &Statement, sql: &Sql) -> Result<i64, Problem> {
+        let rows = self.query_rows(statement, sql).await?;
+        let row = rows.first().ok_or_else(refusal::missing_row)?;
+        row.try_get(0).map_err(|error| refusal::from_error(&error, self.context))
+    }
+
+    fn row_json(self, row: &Row) -> Result<&[u8], Problem> {
+        let raw: RawJson<'_> = row.try_get(0).map_err(|error| refusal::from_error(&error, self.context))?;
+        Ok(raw.0)
+    }
+}
+
+/// The rows of a page read up to now.
+struct PageBuffer {
+    body: BytesMut,
+    /// The order keys of the last row, if more rows follow.
+    last: Option<Vec<Option<String>>>,
+    is_whole: bool,
+}
+
+fn row_not_found() -> Problem {
+    Problem::new(Code::NotFound, "There is no row with this id.")
+}
+
+/// The unparsed bytes of a `json` value.
+struct RawJson<'a>(&'a [u8]);
+
+impl<'a> FromSql<'a> for RawJson<'a> {
+    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
+        Ok(Self(raw))
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        *ty == Type::JSON
+    }
+}
+
+fn put_list<'a>(body: &mut BytesMut, items: impl Iterator<Item = &'a [u8]>) {
+    body.put_u8(b'[');
+    for (index, item) in items.enumerate() {
+        if index > 0 {
+            body.put_u8(b',');
+        }
+        body.put_slice(item);
+    }
+    body.put_u8(b']');
+}
+
+fn wrap_data(data: &[u8]) -> Bytes {
+    let mut body = BytesMut::with_capacity(data.len() + 10);
+    body.put_slice(b"{\"data\":");
+    body.put_slice(data);
+    body.put_u8(b'}');
+    body.freeze()
+}
+
+pub fn json_response(status: StatusCode, body: Bytes) -> Response {
+    let mut response = (status, body).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
