@@ -47,7 +47,7 @@ pub struct Rules {
 /// Acknowledged rows of an owner, by number.
 pub type Data = BTreeSet<u32>;
 
-/// A row of `user_machines`, with facts that only the real world knows.
+/// A row of `user_machines`, with facts of the real world that the database does not record.
 #[expect(clippy::struct_excessive_bools, reason = "each is one column or one fact, as the database has them")]
 pub struct Row {
     pub slot: usize,

@@ -36,7 +36,7 @@ pub enum Alarm {
     ProviderCapacity,
     /// Operations of a newer release wait for it.
     UnknownOperations,
-    /// The store knows a later holder of a slot than the database.
+    /// The store records a later holder of a slot than the database.
     DatabaseBehindStore,
     /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,

@@ -28,7 +28,7 @@ use svc_wire::copies::{self as wire, KeptReason, SnapshotSource};
 /// Timeout of finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The copies of a slot that the database knows.
+/// The copies of a slot that the database records.
 pub struct Copies {
     user: IdpUserId,
     slot: Slot,

@@ -27,7 +27,7 @@ pub struct SigningSet {
     pub current: Arc<Signer>,
     /// Signs for hosts that have acknowledged it.
     pub next: Option<Arc<Signer>>,
-    /// Newest first: for hosts that were silent during the replacement and know no other key.
+    /// Newest first: for hosts that were unreachable during the replacement and have no other key.
     pub retired: Vec<Arc<Signer>>,
     pub public: ProofKeys,
     pub app: AppKeys,

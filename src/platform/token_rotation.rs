@@ -3,7 +3,7 @@
 //!
 //! The host stores the next token before it sends a heartbeat with it, and that heartbeat makes the platform retire
 //! the previous one after an overlap. If the database was restored from a copy, a token may have a later generation
-//! than the database knows: if the platform made it, it is accepted, and the database catches up.
+//! than the database records: if the platform made it, it is accepted, and the database catches up.
 //!
 //! The invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later one.
 

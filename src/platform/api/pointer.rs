@@ -68,7 +68,7 @@ impl PointerTarget {
         }
     }
 
-    /// Whether the database knows the slot.
+    /// Whether the database has a record of the slot.
     async fn is_known(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let machines = db::machines::list_newest_of_slot(client, &self.user, &self.slot).await?;
         Ok(!machines.is_empty()
@@ -200,7 +200,7 @@ async fn replace(
     Ok(reply)
 }
 
-/// Rejects a slot that neither the database nor the store knows.
+/// Rejects a slot that is in neither the database nor the store.
 fn ensure_exists(target: &PointerTarget, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
     if is_known || inspection.snapshots > 0 || !matches!(inspection.found, PointerState::Sound(None)) {
         return Ok(());

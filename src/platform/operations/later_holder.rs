@@ -1,4 +1,4 @@
-//! Detects a later holder of a slot that the store knows and the database does not, because the database may have
+//! Detects a later holder of a slot that the store records and the database does not, because the database may have
 //! been restored from an older copy. Its operations are then outdated, and must not take a serving machine out of
 //! service.
 //!
@@ -37,7 +37,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 /// Timeout of one pointer read. A longer one would let a hanging store block callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A machine that holds the slot under an epoch that the database does not know.
+/// A machine that holds the slot under an epoch that the database does not record.
 #[derive(Debug, Clone, Copy)]
 pub struct LaterHolder {
     pub machine: MachineId,

@@ -179,7 +179,7 @@ async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) ->
     Ok(db::commit(tx).await?)
 }
 
-/// Whether a pass has recorded the provider's servers that this database does not know.
+/// Whether a pass has recorded the provider's servers that this database does not record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Inventory {
     Recorded,

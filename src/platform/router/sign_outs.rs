@@ -130,7 +130,7 @@ mod tests {
         assert!(later.is_cancelled());
     }
 
-    /// One process knows the sign-out, another started after its row was deleted.
+    /// One process has loaded the sign-out, another started after its row was deleted.
     #[test]
     fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));
