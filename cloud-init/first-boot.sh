@@ -1,20 +1,20 @@
 #!/bin/sh
-# The first boot of a machine: from user-data to a registered host. svc-first-boot.service runs it until it has come
-# through, however often the power goes: each step is done again or found done.
-# A stage that fails is reported, with the last words of whoever failed, and ends it (99). Where nobody hears of it (75),
-# and wherever else it ends, it is tried again.
-# No credential is an argument of a process: curl reads it as configuration, from a builtin.
+# The first boot of a machine: from user-data to a registered host. svc-first-boot.service runs it until it succeeds,
+# across any number of power cuts: every step is idempotent.
+# A failed stage is reported with the last log line of the failed unit, and ends the boot (99). If the report cannot be
+# delivered (75), and after any other exit, the boot is retried.
+# No credential is a process argument: curl reads it as configuration, from a shell builtin.
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 root=${SVC_ROOT:-}
 svc=$root/opt/svc
-# All files of the user-data are here, this one last. Until this is noted, each boot writes them anew.
+# All files of the user-data exist now, since this one is written last. Until this marker exists, each boot rewrites them.
 [ -e "$svc/user-data-written" ] || { sync; : >"$svc/user-data-written"; sync; }
 say() { printf '%s\n' "$*" >&2; }
 
 # The value of a variable in an env file, which quotes it as systemd does.
 value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
-# What root acts on is in root's own file: after the stage bundle the others are svc-gateway's.
+# Root reads its settings from its own file: after the stage bundle, svc-gateway owns the others.
 machine=$(value update SVC_MACHINE_ID)
 platform=$(value update PLATFORM_INTERNAL_URL)
 registration=$(value boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
@@ -25,8 +25,8 @@ as() {
   bearer=$1; shift
   printf 'header = "Authorization: Bearer %s"\n' "$bearer" | curl --config - --silent --show-error --connect-timeout 10 "$@"
 }
-# What svc-register says better, once it is here.
-tell() {
+# Sends a report until svc-register is installed, which reports in more detail.
+report() {
   as "$registration" --max-time 10 --output /dev/null --header 'content-type: application/json' \
     --data "$2" "${platform%/}/vps/$machine/$1"
 }
@@ -36,30 +36,30 @@ register() {
   done
   return 127
 }
-stage() { at=$1; say "stage $at"; register stage "$at" || tell boot-stage "{\"stage\":\"$at\"}" || true; }
+stage() { at=$1; say "stage $at"; register stage "$at" || report boot-stage "{\"stage\":\"$at\"}" || true; }
 fail() {
   say "stage $at: $1"
-  ended=0
-  register failure --stage "$at" --message "$1" || ended=$?
-  case $ended in
-    # 77: heard, and of no use any more.
+  status=0
+  register failure --stage "$at" --message "$1" || status=$?
+  case $status in
+    # 77: the report arrived, and the machine has been replaced.
     0 | 77) exit 99 ;;
     75) exit 75 ;;
   esac
   words=$(printf %s "$1" | tr -d '\\"' | tr '\n\t' '  ')
-  tell boot-failure "{\"stage\":\"$at\",\"message\":\"$words\"}" && exit 99
+  report boot-failure "{\"stage\":\"$at\",\"message\":\"$words\"}" && exit 99
   exit 75
 }
-# Up to eight times, with longer and longer rests.
-patiently() {
-  for rest in 2 5 10 20 40 60 60 0; do
+# Runs a command up to eight times, with increasing delays.
+retry() {
+  for delay in 2 5 10 20 40 60 60 0; do
     if "$@"; then return 0; fi
-    sleep "$rest"
+    sleep "$delay"
   done
   return 1
 }
 
-missing() {
+missing_packages() {
   command -v podman >/dev/null || echo podman crun netavark
   command -v curl >/dev/null || echo curl
   command -v nft >/dev/null || echo nftables
@@ -71,7 +71,7 @@ install_packages() {
   apt-get -q -y -o DPkg::Lock::Timeout=300 -o Dpkg::Options::=--force-confold install --no-install-recommends $packages
 }
 
-# Memory that is short for a moment then costs time, not a process. None where the disk is small.
+# With swap, a short memory shortage costs time instead of a process. A small disk gets none.
 swap() {
   [ -z "$(swapon --show --noheadings)" ] || return 0
   ram=$(awk '/^MemTotal:/ { print int($2 / 1024) }' /proc/meminfo)
@@ -83,13 +83,13 @@ swap() {
   grep -q '^/swapfile ' "$root/etc/fstab" || echo '/swapfile none swap sw 0 0' >>"$root/etc/fstab"
 }
 
-# What a unit's own processes said last, without systemd's words about it.
-last_words() {
+# The last log line of a unit's own processes, without systemd's messages about it.
+last_log_line() {
   journalctl --sync || true
   words=$(journalctl --boot --quiet --no-pager --output=cat --lines=1 "_SYSTEMD_UNIT=$1") || true
   printf '%s\n' "${words:-it ended: $(systemctl show --property=Result --value "$1")}"
 }
-# Starts a unit and waits until it is up; what is started again by itself gets a minute for it.
+# Starts a unit and waits until it is active; a unit that restarts automatically gets a minute.
 start() {
   systemctl start "$1" || true
   for _ in $(seq 30); do
@@ -99,26 +99,26 @@ start() {
       *) break ;;
     esac
   done
-  fail "$1: $(last_words "$1")"
+  fail "$1: $(last_log_line "$1")"
 }
 
 stage bundle
-packages=$(missing)
-[ -z "$packages" ] || patiently install_packages || fail 'the packages that are missing could not be installed'
+packages=$(missing_packages)
+[ -z "$packages" ] || retry install_packages || fail 'the missing packages could not be installed'
 { systemctl enable nftables.service && systemctl restart nftables.service && nft list table inet svc >/dev/null; } ||
   fail 'the network rules could not be loaded'
-swap || say 'there is no swap: it could not be made'
+swap || say 'no swap: it could not be created'
 sysctl --quiet --system || say 'not every sysctl could be set'
-# What may not read host.env cannot say itself whose log line it is.
+# Units that may not read host.env cannot add the machine's id to their log lines themselves.
 for unit in svc-postgres svc-apps svc-shell svc-code svc-agent@; do
   mkdir -p "$root/etc/systemd/system/$unit.service.d"
   printf '[Service]\nLogExtraFields=SVC_MACHINE_ID=%s\n' "$machine" >"$root/etc/systemd/system/$unit.service.d/10-machine.conf"
 done
 printf 'Environment=SVC_POSTGRES_IMAGE=%s\n' "$image" >>"$root/etc/systemd/system/svc-postgres.service.d/10-machine.conf"
 
-# It comes while the bundle does.
+# Runs while the bundle is downloaded.
 pull() { podman image exists "$image" || podman pull --quiet "$image"; }
-patiently pull &
+retry pull &
 pulling=$!
 
 program=$svc/current/bin/svc
@@ -129,51 +129,51 @@ cd "$svc/bootstrap"
 if [ ! -x "$program" ]; then
   token=
   [ -z "$(value update SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(value host UPGRADE_TOKEN | tr -cd 'A-Za-z0-9_-')
-  # An address may have a signature in it: it is no argument, either.
+  # The URL may contain a signature, so it is not an argument either.
   download() {
-    ended=0
+    status=0
     { [ -z "$token" ] || printf 'header = "Authorization: Bearer %s"\n' "$token"; printf 'url = "%s"\n' "$url"; } |
       curl --config - --silent --show-error --connect-timeout 10 --fail --location --speed-limit 1000 --speed-time 60 \
-        --continue-at - --output bundle.tar.gz 2>download.err || ended=$?
-    [ "$ended" != 0 ] || return 0
+        --continue-at - --output bundle.tar.gz 2>download.err || status=$?
+    [ "$status" != 0 ] || return 0
     cat download.err >&2
-    # What is here is no beginning of what is there, or the server does not say from where it goes on.
-    case "$ended $(cat download.err)" in 33\ * | 22\ *416*) rm -f bundle.tar.gz ;; esac
+    # The partial file is not a prefix of the remote one, or the server does not support ranges.
+    case "$status $(cat download.err)" in 33\ * | 22\ *416*) rm -f bundle.tar.gz ;; esac
     return 1
   }
-  fetch() { patiently download || fail "the bundle could not be downloaded: $(tail -n 1 download.err)"; }
-  whole() { echo "$sha256  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
-  whole || fetch
-  # Once anew: the beginning may be of another time.
-  whole || { rm -f bundle.tar.gz; fetch; }
-  whole || { rm -f bundle.tar.gz; fail 'the bundle has another SHA-256 than was asked for'; }
+  fetch() { retry download || fail "the bundle could not be downloaded: $(tail -n 1 download.err)"; }
+  is_complete() { echo "$sha256  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
+  is_complete || fetch
+  # One new download: the partial file may be from an earlier version.
+  is_complete || { rm -f bundle.tar.gz; fetch; }
+  is_complete || { rm -f bundle.tar.gz; fail 'the bundle does not have the expected SHA-256'; }
   tar --extract --gzip --no-same-owner --file bundle.tar.gz bin/svc || fail 'the bundle could not be unpacked'
   program=./bin/svc
   url=file://$svc/bootstrap/bundle.tar.gz
 fi
-# A release that is there already only gets what a cut kept from it: links, units, the database's password.
-ended=0
-SVC_HOST_BUNDLE_URL=$url SVC_BUNDLE_SHA256=$sha256 "$program" svc-update boot 2>boot.err || ended=$?
+# If the release is already installed, only the steps that a power cut prevented are run: links, units, the database's password.
+status=0
+SVC_HOST_BUNDLE_URL=$url SVC_BUNDLE_SHA256=$sha256 "$program" svc-update boot 2>boot.err || status=$?
 cat boot.err >&2
-[ "$ended" = 0 ] || fail "$(tail -n 1 boot.err)"
+[ "$status" = 0 ] || fail "$(tail -n 1 boot.err)"
 cd /
 rm -rf "$svc/bootstrap"
-# The env files were here before their owners.
+# The env files were written before their owners existed.
 { systemd-sysusers "$root/etc/sysusers.d/svc.conf" && systemd-tmpfiles --create "$root/etc/tmpfiles.d/svc.conf"; } ||
-  fail 'users and directories could not be made'
+  fail 'users and directories could not be created'
 systemctl daemon-reload
 
 stage database
 wait "$pulling" || fail "the image $image could not be pulled"
-# What a cut left of a database that was being made may never start. Nobody has put anything into it before the gate.
+# A database whose creation was interrupted may never start. It holds no data before the gate is open.
 if [ ! -e "$svc/database-made" ] && [ ! -e "$root/var/lib/svc/restore-complete" ] && podman volume exists svc-postgres; then
   systemctl stop svc-postgres.service
-  podman volume rm --force svc-postgres >/dev/null || fail 'what was begun of a database could not be removed'
+  podman volume rm --force svc-postgres >/dev/null || fail 'the incomplete database could not be removed'
 fi
 start svc-postgres.service
 # shellcheck disable=SC2016
-answers() { podman exec svc-postgres sh -c 'PGPASSWORD=$POSTGRES_PASSWORD psql -qh 127.0.0.1 -U postgres -d svc -c ""'; }
-patiently answers || fail "the database svc does not answer: $(last_words svc-postgres.service)"
+accepts_queries() { podman exec svc-postgres sh -c 'PGPASSWORD=$POSTGRES_PASSWORD psql -qh 127.0.0.1 -U postgres -d svc -c ""'; }
+retry accepts_queries || fail "the database svc does not respond: $(last_log_line svc-postgres.service)"
 sync
 : >"$svc/database-made"
 stage restore

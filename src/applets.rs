@@ -1,7 +1,7 @@
 //! The table of applets. It is part of the library, because the reference pages are generated from it.
 
 use crate::applet::Applet;
-use crate::ctl::local::{LocalChecks, PlatformExamination};
+use crate::ctl::local::{LocalChecks, PlatformReport};
 use crate::{ctl, host, platform};
 
 /// The finished applets; unfinished ones are not listed.
@@ -92,15 +92,15 @@ pub static APPLETS: &[Applet] = &[
     },
 ];
 
-/// The local installation for `svcctl`; only this table knows both sides.
+/// The local installation for `svcctl`; only this table depends on both sides.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_here,
-    host: || Box::pin(host::doctor::examine()),
+    host: || Box::pin(host::doctor::run_checks()),
     platform: |env_file| {
         Box::pin(async move {
-            let platform::doctor::DoctorReport { findings, operator } =
-                platform::doctor::examine(env_file).await;
-            PlatformExamination { findings, operator }
+            let platform::doctor::DoctorReport { findings, api_access } =
+                platform::doctor::run_checks(env_file).await;
+            PlatformReport { findings, api_access }
         })
     },
     gateway_socket: host::doctor::gateway_socket,

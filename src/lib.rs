@@ -1,6 +1,6 @@
 //! svc: one VPS for each paying user, kept alive, reachable, backed up and replaceable.
 //!
-//! `ARCHITECTURE.md` has the map. Each folder beside this file is a package of its own, so that the compiler holds who may
+//! `ARCHITECTURE.md` has the map. Each folder beside this file is a separate package, so that the compiler enforces who may
 //! import whom; their names are gathered here for the program, the tests and the benches.
 
 pub mod applets;

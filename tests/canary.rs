@@ -23,7 +23,7 @@ const ROW: &str = "canary-of-a-row-value";
 const REQUEST_ID: &str = "canary-request-from-the-router-1";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_secret_of_the_story_is_seen_anywhere() {
+async fn story_leaks_no_secret() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
     let options = Options { svc, breakage: None, keep: false, report: None };
     let more = [
@@ -41,15 +41,15 @@ async fn no_secret_of_the_story_is_seen_anywhere() {
 
 async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
     let mut detector = Detector::default();
-    let mut answers = provoke(stack, &mut detector).await?;
+    let mut responses = provoke(stack, &mut detector).await?;
     let databases = plant_secrets_of_stack(stack, &mut detector)?;
     one_id_everywhere(stack).await?;
 
-    let leaks = everywhere(stack, &detector, watch, &answers, &databases)?;
+    let leaks = everywhere(stack, &detector, watch, &responses, &databases)?;
     ensure!(leaks.is_empty(), "secrets leaked: {leaks:#?}");
 
-    let leaked = leak_through_each(stack, watch, &mut answers, &databases).await?;
-    let seen = everywhere(stack, &detector, watch, &answers, &databases)?;
+    let leaked = leak_through_each(stack, watch, &mut responses, &databases).await?;
+    let seen = everywhere(stack, &detector, watch, &responses, &databases)?;
     for place in leaked {
         ensure!(
             seen.iter().any(|leak| leak.place.starts_with(&place)),
@@ -63,7 +63,7 @@ fn everywhere(
     stack: &Stack,
     detector: &Detector,
     watch: &ProcessWatch,
-    answers: &[String],
+    responses: &[String],
     databases: &BTreeMap<String, String>,
 ) -> Result<BTreeSet<Leak>> {
     let mut leaks = BTreeSet::new();
@@ -73,8 +73,8 @@ fn everywhere(
         leaks.extend(detector.scan(&format!("log {path}"), text));
     }
     leaks.extend(detector.scan("log of the platform's database", &stack.database_log()));
-    for answer in answers {
-        leaks.extend(detector.scan("answer", answer));
+    for response in responses {
+        leaks.extend(detector.scan("response", response));
     }
     let lines = watch.seen();
     ensure!(lines.iter().any(|line| line.contains("pg_dump")), "the process list was not captured");
@@ -155,9 +155,9 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
 
 /// The response's head and body, if it is a refusal.
 async fn refusal(request: reqwest::RequestBuilder) -> Result<Option<String>> {
-    let answer = request.send().await?;
-    let (status, head) = (answer.status(), format!("{:?}", answer.headers()));
-    let body = answer.text().await?;
+    let response = request.send().await?;
+    let (status, head) = (response.status(), format!("{:?}", response.headers()));
+    let body = response.text().await?;
     Ok((status.is_client_error() || status.is_server_error()).then(|| format!("{status} {head} {body}")))
 }
 
@@ -207,12 +207,12 @@ fn plant_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTre
         ensure!(planted.contains(name), "no secret of {name} was registered");
     }
     // The first host's database stopped with its machine's services.
-    databases.retain(|_, url| answers(url));
+    databases.retain(|_, url| accepts_connections(url));
     ensure!(databases.len() >= 2, "no host's database runs");
     Ok(databases)
 }
 
-fn answers(url: &str) -> bool {
+fn accepts_connections(url: &str) -> bool {
     let Ok(url) = url::Url::parse(url) else { return false };
     let (host, port) = (url.host_str().unwrap_or_default(), url.port().unwrap_or(5432));
     std::net::TcpStream::connect((host, port)).is_ok()
@@ -221,13 +221,14 @@ fn answers(url: &str) -> bool {
 /// One id, from the router through the host and back.
 async fn one_id_everywhere(stack: &Stack) -> Result<()> {
     let request = stack.web.request(Method::GET, "/api/apps").bearer_auth(stack.owner());
-    let answer = request.header("x-request-id", REQUEST_ID).send().await?;
-    ensure!(answer.status().is_success(), "{}", answer.status());
-    ensure!(answer.headers()["x-request-id"] == REQUEST_ID, "the answer has another id");
+    let response = request.header("x-request-id", REQUEST_ID).send().await?;
+    ensure!(response.status().is_success(), "{}", response.status());
+    ensure!(response.headers()["x-request-id"] == REQUEST_ID, "the response has another id");
     let logs = channels::logs(&stack.dir)?;
     let has = |name: &str| {
-        let has_line =
-            |text: &String| text.lines().any(|line| line.contains(REQUEST_ID) && line.contains("answered"));
+        let has_line = |text: &String| {
+            text.lines().any(|line| line.contains(REQUEST_ID) && line.contains("request completed"))
+        };
         logs.iter().any(|(path, text)| path.ends_with(name) && has_line(text))
     };
     ensure!(has("platform.log"), "the router's log has no line of {REQUEST_ID}");
@@ -239,16 +240,16 @@ async fn one_id_everywhere(stack: &Stack) -> Result<()> {
 async fn leak_through_each(
     stack: &Stack,
     watch: &ProcessWatch,
-    answers: &mut Vec<String>,
+    responses: &mut Vec<String>,
     databases: &BTreeMap<String, String>,
 ) -> Result<Vec<String>> {
-    let mut places = vec!["answer".to_owned(), "process list".to_owned()];
+    let mut places = vec!["response".to_owned(), "process list".to_owned()];
     let log =
         channels::logs(&stack.dir)?.into_keys().find(|path| path.contains("/hosts/")).context("a log")?;
     let text = std::fs::read_to_string(&log)?;
     std::fs::write(&log, format!("{text}\nsigned with {}\n", stack.store.secret_key()))?;
     places.push(format!("log {log}"));
-    answers.push(format!("{{\"detail\": \"{}\"}}", stack.secret));
+    responses.push(format!("{{\"detail\": \"{}\"}}", stack.secret));
 
     let mut process = Command::new("/bin/sh");
     process.args(["-c", "read -r line", "sh", stack.provider.token()]).stdin(Stdio::piped());

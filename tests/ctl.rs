@@ -182,10 +182,10 @@ async fn wait_shows_each_step_once_and_ends_with_the_record() {
     ])
     .await;
     let output = platform.svcctl(&["provision", "user_1", "--handle", "ada", "--wait", "--json"]).await;
-    let said = stderr(&output);
-    assert!(output.status.success(), "{said}");
-    assert_eq!(said.matches("  fence  done").count(), 1, "{said}");
-    assert_eq!(said.matches("  create_server  done").count(), 1, "{said}");
+    let text = stderr(&output);
+    assert!(output.status.success(), "{text}");
+    assert_eq!(text.matches("  fence  done").count(), 1, "{text}");
+    assert_eq!(text.matches("  create_server  done").count(), 1, "{text}");
     let shown: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(shown["status"], "running");
 }
@@ -221,15 +221,15 @@ async fn wait_shows_boot_stages_between_steps_and_the_failure() {
     ])
     .await;
     let output = platform.svcctl(&["provision", "user_1", "--handle", "ada", "--wait"]).await;
-    let said = stderr(&output);
-    assert_eq!(output.status.code(), Some(69), "{said}");
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(69), "{text}");
     for line in
         ["0.0 s  create_server  done", "2.5 s  boot: database", "3.5 s  boot: bundle", "4.5 s  boot: restore"]
     {
-        assert_eq!(said.matches(line).count(), 1, "{line}: {said}");
+        assert_eq!(text.matches(line).count(), 1, "{line}: {text}");
     }
     for part in [message, "at restore", "next: ", "svcctl recover user_1"] {
-        assert!(said.contains(part), "{part}: {said}");
+        assert!(text.contains(part), "{part}: {text}");
     }
 }
 
@@ -263,10 +263,10 @@ async fn json_failure_is_one_line() {
     let output = platform.svcctl(&["--json", "provision", "user_1", "--handle", "ada"]).await;
     assert_eq!(output.status.code(), Some(65));
     assert!(output.stdout.is_empty());
-    let said: Value = serde_json::from_slice(&output.stderr).unwrap();
-    assert_eq!((&said["code"], &said["exit"]), (&json!("handle_taken"), &json!(65)));
-    assert_eq!(said["requestId"], "req-7");
-    assert!(said["next"].as_str().is_some_and(|next| next.contains("another handle")), "{said}");
+    let printed: Value = serde_json::from_slice(&output.stderr).unwrap();
+    assert_eq!((&printed["code"], &printed["exit"]), (&json!("handle_taken"), &json!(65)));
+    assert_eq!(printed["requestId"], "req-7");
+    assert!(printed["next"].as_str().is_some_and(|next| next.contains("another handle")), "{printed}");
 }
 
 #[tokio::test]
@@ -279,20 +279,20 @@ async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
         |key: &str| Reply::Json(200, json!({"latest": key, "backups": [backup(key)], "nextCursor": null}));
     let accepted =
         || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
-    let said = |backup: Value| {
+    let machine_with = |backup: Value| {
         let mut record = record("running", None);
         record["lastBackup"] = backup;
         Reply::Json(200, record)
     };
     let old = json!({"status": "error", "error": "of long ago"});
-    let start = [said(old.clone()), page("old"), accepted(), page("old"), said(old.clone())];
+    let start = [machine_with(old.clone()), page("old"), accepted(), page("old"), machine_with(old.clone())];
     let platform = Platform::start(start.into_iter().chain([page("new")])).await;
     let output = platform.svcctl(&["--json", "backup", "now", MACHINE, "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), backup("new"));
 
-    let failed = said(json!({"status": "error", "error": "the store refused"}));
-    let platform = Platform::start([said(old), page("old"), accepted(), page("old"), failed]).await;
+    let failed = machine_with(json!({"status": "error", "error": "the store refused"}));
+    let platform = Platform::start([machine_with(old), page("old"), accepted(), page("old"), failed]).await;
     let output = platform.svcctl(&["backup", "now", MACHINE, "--wait"]).await;
     assert_eq!(output.status.code(), Some(69));
     assert!(stderr(&output).contains("the store refused"), "{}", stderr(&output));
@@ -336,8 +336,8 @@ async fn rollout_without_id_is_the_open_one_or_the_latest_to_show() {
     }
     let platform = Platform::start([page(&[open])]).await;
     let output = platform.svcctl(&["deploy", "list"]).await;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains(MACHINE) && said.contains("running"), "{said}");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains(MACHINE) && text.contains("running"), "{text}");
 }
 
 #[tokio::test]
@@ -412,10 +412,10 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
     ] {
         let platform = Platform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
         let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
-        let said = stderr(&output);
-        assert_eq!(output.status.code(), Some(exit), "{code}: {said}");
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(exit), "{code}: {text}");
         for part in ["That is why.", code, "req-7", "next:"] {
-            assert!(said.contains(part), "{code}: {said}");
+            assert!(text.contains(part), "{code}: {text}");
         }
         assert_eq!(platform.seen().len(), 1, "{code} must not be retried");
     }

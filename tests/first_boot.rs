@@ -166,13 +166,13 @@ fn platform(bundle_response: BundleResponse, requests: Arc<Mutex<Vec<String>>>) 
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let (requests, served) = (Arc::clone(&requests), Arc::clone(&served));
-            std::thread::spawn(move || answer(stream.unwrap(), bundle_response, &requests, &served));
+            std::thread::spawn(move || respond(stream.unwrap(), bundle_response, &requests, &served));
         }
     });
     base
 }
 
-fn answer(
+fn respond(
     mut stream: TcpStream,
     bundle_response: BundleResponse,
     requests: &Mutex<Vec<String>>,
@@ -190,8 +190,8 @@ fn answer(
         field("authorization").and_then(|value| Some(value.strip_prefix("Bearer ")?.get(..5)?.to_owned()));
     let range = field("range").unwrap_or_default();
     let is_bundle = line.starts_with("GET ");
-    let said = [line, bearer.unwrap_or_default(), range.clone(), body].join(" ");
-    requests.lock().unwrap().push(said.split_whitespace().collect::<Vec<_>>().join(" "));
+    let request_line = [line, bearer.unwrap_or_default(), range.clone(), body].join(" ");
+    requests.lock().unwrap().push(request_line.split_whitespace().collect::<Vec<_>>().join(" "));
     if !is_bundle {
         stream.write_all(b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\nconnection: close\r\n\r\n").ok();
         return;

@@ -102,7 +102,7 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
 #[tokio::test]
 async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
-    for point in svc::host::retention::POINTS {
+    for point in svc::host::retention::FAILPOINTS {
         fs::remove_dir_all(machine.path(LOGS)).ok();
         with_old_records(&machine)?;
         let kill = format!("{point}=return(kill)");
@@ -135,7 +135,7 @@ async fn concurrent_check_exits_with_a_message() -> Result<()> {
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
     let first = machine.spawn(&["svc-heartbeat"], &slow)?;
     let second = machine.spawn(&["svc-heartbeat"], &slow)?;
-    let mut codes = [first.end()?.code, second.end()?.code];
+    let mut codes = [first.wait()?.code, second.wait()?.code];
     codes.sort_unstable();
     assert_eq!(codes, [Some(0), Some(75)]);
     assert_rotated(&machine)

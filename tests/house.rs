@@ -29,12 +29,12 @@ fn imports_respect_the_architecture() {
 }
 
 #[test]
-fn packages_depend_only_on_those_below_them() {
+fn packages_depend_only_on_lower_layers() {
     assert_none(&edges::forbidden_dependencies(&files()));
 }
 
 #[test]
-fn modules_of_a_package_form_no_circle() {
+fn modules_of_a_package_have_no_cycle() {
     assert_none(&edges::circles(&files()));
 }
 
@@ -44,7 +44,7 @@ fn no_unwrap_outside_tests() {
 }
 
 #[test]
-fn no_promise_of_later_work_remains() {
+fn no_todo_marker_remains() {
     assert_none(&files().iter().flat_map(rules::left_to_do).collect::<Vec<_>>());
 }
 
@@ -54,7 +54,7 @@ fn every_source_file_has_a_header() {
 }
 
 #[test]
-fn no_source_file_is_long() {
+fn no_source_file_exceeds_line_limit() {
     assert_none(&files().iter().filter_map(rules::too_long).collect::<Vec<_>>());
 }
 

@@ -57,7 +57,7 @@ async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     std::fs::write(&key, &identity.key_pem)?;
     let files = [("ROUTER_TLS_CERT_FILE", cert.to_str()), ("ROUTER_TLS_KEY_FILE", key.to_str())];
     let files = files.map(|(name, path)| (name, path.unwrap_or_default()));
-    let platform = stack.platform_with(&files);
+    let platform = stack.start_platform_with(&files);
     let (_, authority) = platform.router.split_once("://").unwrap_or(("", &platform.router));
     let (pid, address) = (platform.pid(), authority.parse()?);
     assert_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);

@@ -98,7 +98,7 @@ fn services() -> Vec<Unit> {
     units().into_iter().filter(Unit::is_service).chain([platform()]).collect()
 }
 
-fn said(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
@@ -137,7 +137,7 @@ fn verified(units: &[Unit]) -> String {
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     analyze.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(root.path());
     let output = analyze.args(units.iter().map(|unit| &unit.name)).output().unwrap();
-    let words = said(&output);
+    let words = output_text(&output);
     assert!(output.status.success() || !words.is_empty(), "systemd-analyze: {}", output.status);
     words
 }
@@ -161,14 +161,14 @@ fn systemd_verifies_all_units() {
 fn exposure(unit: &Path) -> u32 {
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     let output = analyze.args(["security", "--no-pager", "--offline=true"]).arg(unit).output().unwrap();
-    let words = said(&output);
+    let words = output_text(&output);
     let (_, after) = words.split_once("Overall exposure level for ").unwrap_or_else(|| panic!("{words}"));
     let number = after.split_once(": ").unwrap().1.split_whitespace().next().unwrap();
     number.replace('.', "").parse().unwrap()
 }
 
 #[test]
-fn no_service_is_more_exposed_than_its_limit() {
+fn service_exposure_is_within_its_limit() {
     let limits = BTreeMap::from(LIMITS);
     let services = services();
     assert_eq!(services.len(), limits.len(), "services and limits must match");
@@ -283,7 +283,7 @@ fn agents_share_a_resource_limit() {
 }
 
 #[test]
-fn every_service_is_bounded_and_no_secret_is_in_an_environment() {
+fn services_have_limits_and_no_secret_in_environment() {
     for unit in units().iter().filter(|unit| unit.is_service()) {
         for key in ["MemoryMax", "TasksMax", "OOMScoreAdjust"] {
             let count = unit.values(key).len();
@@ -317,7 +317,7 @@ fn is_root() -> bool {
 }
 
 #[test]
-fn users_and_directories_are_made_and_made_again() {
+fn users_and_directories_are_created_idempotently() {
     if !is_root() {
         return;
     }
@@ -336,7 +336,7 @@ fn users_and_directories_are_made_and_made_again() {
             let mut command = checkers::find_or_install(program, "systemd").unwrap();
             command.arg("--root").arg(root.path()).args(args).arg(tree().join(file));
             let output = command.output().unwrap();
-            assert!(output.status.success(), "{program}: {}", said(&output));
+            assert!(output.status.success(), "{program}: {}", output_text(&output));
         }
     }
     let (gateway, svc) = (940, 1940);
@@ -369,7 +369,7 @@ fn users_and_directories_are_made_and_made_again() {
 
 /// In a private network namespace, where the metadata address exists and responds.
 #[test]
-fn the_metadata_address_is_closed_to_all_but_root() {
+fn metadata_address_is_reachable_only_by_root() {
     if !is_root() {
         return;
     }
@@ -391,5 +391,5 @@ fn the_metadata_address_is_closed_to_all_but_root() {
     command.args(["--net", "sh", "-c", script]);
     command.env("RULES", concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/nftables.conf"));
     let output = command.output().unwrap();
-    assert_eq!(said(&output), "up\nmetadata 7 other 0\n", "curl's 7 is a refused connection");
+    assert_eq!(output_text(&output), "up\nmetadata 7 other 0\n", "curl's 7 is a refused connection");
 }

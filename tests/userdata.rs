@@ -215,7 +215,7 @@ async fn user_data_with_maximum_lengths_fits() {
 }
 
 #[tokio::test]
-async fn secrets_are_in_files_of_mode_0600_and_in_nothing_that_is_run() {
+async fn secrets_are_only_in_files_of_mode_0600() {
     let document = document(&Parts::usual().render().await);
     for (name, secret) in [("host", "svcu_"), ("boot", "svcr_"), ("r2", &"s".repeat(128))] {
         let file = file(&document, &format!("/opt/svc/env/{name}.env"));
@@ -268,7 +268,7 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
 
 /// The delivered script, without comments, is the same as the one checked here.
 #[tokio::test]
-async fn the_script_is_plain_shell() {
+async fn first_boot_script_is_posix_shell() {
     let document = document(&Parts::usual().render().await);
     let script = file(&document, "/opt/svc/first-boot.sh")["content"].as_str().unwrap();
     assert!(script.starts_with("#!/bin/sh\nset -eu\n"), "{script}");
@@ -285,10 +285,10 @@ fn check_with_cloud_init(text: &str) -> Result<(), String> {
     let file = dir.path().join("user-data");
     std::fs::write(&file, text).unwrap();
     let mut schema = checkers::cloud_init_schema().unwrap();
-    let said = schema.arg("--config-file").arg(&file).output().unwrap();
-    let words = [said.stdout, said.stderr].concat();
+    let printed = schema.arg("--config-file").arg(&file).output().unwrap();
+    let words = [printed.stdout, printed.stderr].concat();
     let words = String::from_utf8_lossy(&words).into_owned();
-    if said.status.success() && words.starts_with("Valid cloud-config") { Ok(()) } else { Err(words) }
+    if printed.status.success() && words.starts_with("Valid cloud-config") { Ok(()) } else { Err(words) }
 }
 
 #[tokio::test]
@@ -304,7 +304,7 @@ async fn cloud_init_accepts_user_data() {
 
 /// nft itself parses the rules of machines, for any networks of the platform.
 #[tokio::test]
-async fn firewall_is_what_nft_takes() {
+async fn nft_accepts_the_firewall_rules() {
     if Command::new("nft").arg("--version").output().is_err() {
         kit::skip::record("nft is not installed");
         return;
@@ -326,12 +326,12 @@ async fn firewall_is_what_nft_takes() {
         let mut command = Command::new("unshare");
         command.args(["--user", "--map-root-user", "--net", "nft", "-c", "-f"]).arg(&path);
         let checked = command.output().unwrap();
-        let said = String::from_utf8_lossy(&checked.stderr);
-        if said.contains("unshare failed") || said.contains("Operation not permitted") {
-            kit::skip::record(format_args!("this user may not make a network of its own: {said}"));
+        let text = String::from_utf8_lossy(&checked.stderr);
+        if text.contains("unshare failed") || text.contains("Operation not permitted") {
+            kit::skip::record(format_args!("this user may not make a separate network: {text}"));
             return;
         }
-        assert!(checked.status.success(), "{egress}: {said}\n{rules}");
+        assert!(checked.status.success(), "{egress}: {text}\n{rules}");
     }
 }
 
@@ -373,8 +373,8 @@ async fn readme_changes_admitted_networks_on_every_machine() -> Result<()> {
         }
     }
     std::fs::write(&conf, "table inet own { }\n")?;
-    let (is_done, said) = admits_by_readme(dir.path(), "ip saddr { 198.51.100.7 } tcp dport 443 accept")?;
-    assert!(!is_done && said.contains("nothing was changed"), "{said}");
+    let (is_done, printed) = admits_by_readme(dir.path(), "ip saddr { 198.51.100.7 } tcp dport 443 accept")?;
+    assert!(!is_done && printed.contains("nothing was changed"), "{printed}");
     assert_eq!(std::fs::read_to_string(&conf)?, "table inet own { }\n");
     Ok(())
 }

@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use crate::chain::chain;
 use crate::manual;
 
-/// Version and commit of the program. Only the program itself knows its commit, so that a commit compiles little again.
+/// Version and commit of the program. Only the binary crate embeds the commit, so that a new commit recompiles little.
 #[derive(Debug, Clone, Copy)]
 pub struct Build {
     /// `0.1.0 (commit 0123456789ab, 2026-11-21)`.
@@ -22,7 +22,7 @@ pub struct Build {
 
 static BUILD: OnceLock<Build> = OnceLock::new();
 
-/// What [`dispatch`] was called with; in a process that it did not start, such as a test's, the package's version.
+/// The build that [`dispatch`] was called with; in other processes, such as tests, the package's version.
 pub fn build() -> Build {
     let unknown =
         Build { version: concat!(env!("CARGO_PKG_VERSION"), " (commit unknown)"), commit: "unknown" };

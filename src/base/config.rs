@@ -1,7 +1,8 @@
 //! Configuration from environment variables and env files. All errors are collected and reported together.
 //!
-//! A reader takes the values of declared [`Variable`]s from an [`Env`], then calls [`Env::finish`]. An invalid value is `None` until then, so
-//! one run reports every error. Values never appear in an error, because they may be secrets.
+//! A reader takes the values of declared [`Variable`]s from an [`Env`], then calls [`Env::finish`]. An invalid value
+//! is `None` until then, so one run reports every error. Values never appear in an error, because they may be
+//! secrets.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

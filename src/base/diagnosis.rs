@@ -113,7 +113,7 @@ impl<'a> Check<'a> {
     async fn run(self) -> Findings {
         let Self { name, deadline, work } = self;
         tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
-            let what = format!("no answer within {} s", deadline.as_secs());
+            let what = format!("no response within {} s", deadline.as_secs());
             Findings::new(name).problem(what, "find out what it is waiting for, then run this again")
         })
     }
@@ -150,15 +150,15 @@ impl Report {
 
     /// `1 problem, 2 warnings, 1 skipped`.
     pub fn tally(&self) -> String {
-        let counted = |level: Level, one: &str, many: &str| {
+        let count_text = |level: Level, one: &str, many: &str| {
             let count = self.count(level);
             (count > 0).then(|| format!("{count} {}", if count == 1 { one } else { many }))
         };
         let parts: Vec<_> = [
-            counted(Level::Problem, "problem", "problems"),
-            counted(Level::Warning, "warning", "warnings"),
-            counted(Level::Skipped, "skipped", "skipped"),
-            counted(Level::Ok, "ok", "ok"),
+            count_text(Level::Problem, "problem", "problems"),
+            count_text(Level::Warning, "warning", "warnings"),
+            count_text(Level::Skipped, "skipped", "skipped"),
+            count_text(Level::Ok, "ok", "ok"),
         ]
         .into_iter()
         .flatten()

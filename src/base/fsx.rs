@@ -74,12 +74,12 @@ fn write_then(
 
 /// Removes temporary files that killed calls of [`write_atomic`] left for `path`. Running writers have such files
 /// too, so the caller must hold the lock of all writers.
-pub fn remove_torn(path: &Path) -> Result<(), FileError> {
-    remove_torn_in(parent(path), |name| name == file_name(path))
+pub fn remove_leftover_temp(path: &Path) -> Result<(), FileError> {
+    remove_leftover_temps_in(parent(path), |name| name == file_name(path))
 }
 
-/// Like [`remove_torn`], for all files of a directory whose names are `ours`.
-pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
+/// Like [`remove_leftover_temp`], for all files of a directory whose names are `ours`.
+pub fn remove_leftover_temps_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -88,7 +88,7 @@ pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), Fil
         Err(error) => return Err(FileError::at("read", dir)(error)),
     };
     for entry in entries.flatten() {
-        if entry.file_name().to_str().and_then(torn_target).is_some_and(&ours) {
+        if entry.file_name().to_str().and_then(temp_file_target).is_some_and(&ours) {
             remove_if_exists(&entry.path())?;
         }
     }
@@ -96,7 +96,7 @@ pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), Fil
 }
 
 /// The target name of a temporary file.
-fn torn_target(temp: &str) -> Option<&str> {
+fn temp_file_target(temp: &str) -> Option<&str> {
     let (name, random) = temp.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
     let is_ours = random.len() == 32 && random.bytes().all(|b| b.is_ascii_hexdigit());
     is_ours.then_some(name)
@@ -117,7 +117,7 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
 
 /// The file that a write to `path` must replace: a link's target, or `path` itself. A rename onto a link would
 /// replace the link.
-pub fn through_link(path: &Path) -> PathBuf {
+pub fn resolve_link(path: &Path) -> PathBuf {
     match fs::read_link(path) {
         Ok(target) => parent(path).join(target),
         Err(_) => path.to_owned(),
@@ -140,7 +140,7 @@ pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
 
 /// Whether the file exists.
 pub fn exists(path: &Path) -> Result<bool, FileError> {
-    path.try_exists().map_err(FileError::at("look for", path))
+    path.try_exists().map_err(FileError::at("check for", path))
 }
 
 /// Removes a file if it exists. It also counts as absent if its parent is not a directory.
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn remove_torn_removes_only_own_temporary_files() {
+    fn remove_leftover_temp_removes_only_own_files() {
         let dir = tempfile::tempdir().unwrap();
         let names = |dir: &Path| {
             let mut names: Vec<_> = fs::read_dir(dir)
@@ -194,11 +194,11 @@ mod tests {
         for name in others.iter().chain(&[torn("ours"), torn("ours")]) {
             fs::write(dir.path().join(name), "").unwrap();
         }
-        remove_torn(&dir.path().join("ours")).unwrap();
+        remove_leftover_temp(&dir.path().join("ours")).unwrap();
         let mut left = others.to_vec();
         left.sort();
         assert_eq!(names(dir.path()), left);
-        remove_torn_in(&dir.path().join("none"), |_| true).unwrap();
+        remove_leftover_temps_in(&dir.path().join("none"), |_| true).unwrap();
     }
 
     #[test]
@@ -211,17 +211,17 @@ mod tests {
     }
 
     #[test]
-    fn write_through_link_keeps_link() {
+    fn write_to_resolved_link_keeps_link() {
         let dir = tempfile::tempdir().unwrap();
         let (link, target) = (dir.path().join("opt/marker"), dir.path().join("var/marker"));
         symlink_atomic(&target, &link).unwrap();
         assert!(!link.exists(), "a link to nothing is no marker");
-        write_atomic(&through_link(&link), b"set", 0o644).unwrap();
+        write_atomic(&resolve_link(&link), b"set", 0o644).unwrap();
         assert_eq!(
             (fs::read(&link).unwrap(), fs::read_link(&link).unwrap()),
             (b"set".to_vec(), target.clone())
         );
-        assert_eq!(through_link(&target), target);
+        assert_eq!(resolve_link(&target), target);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The ground that every part stands on: clock, configuration, files, telemetry, metrics, fail points, and the applets' frame.
+//! The base of every part: clock, configuration, files, telemetry, metrics, fail points, and the applet framework.
 
 pub mod accounts;
 pub mod applet;

@@ -1,12 +1,12 @@
 //! Formats counts and sizes for people.
 
 /// Formats a count with its noun, as `1 row` or `2 rows`.
-pub fn counted(count: u64, noun: &str) -> String {
+pub fn pluralize(count: u64, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }
 
 /// Formats a size with a binary unit, as `1.2 MiB`.
-pub fn size(bytes: u64) -> String {
+pub fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1024 {
         return format!("{bytes} B");
@@ -24,16 +24,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counted_uses_singular_only_for_one() {
-        assert_eq!([0, 1, 2].map(|count| counted(count, "row")), ["0 rows", "1 row", "2 rows"]);
+    fn pluralize_uses_singular_only_for_one() {
+        assert_eq!([0, 1, 2].map(|count| pluralize(count, "row")), ["0 rows", "1 row", "2 rows"]);
     }
 
     #[test]
-    fn size_has_one_decimal_and_binary_units() {
+    fn format_bytes_has_one_decimal_and_binary_units() {
         for (bytes, expected) in
             [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 30, "5.0 GiB")]
         {
-            assert_eq!(size(bytes), expected);
+            assert_eq!(format_bytes(bytes), expected);
         }
     }
 }

@@ -246,9 +246,9 @@ mod tests {
     #[test]
     fn read_makes_strings_printable_and_keeps_the_body() {
         let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
-        let answer = ApiResponse { text: text.clone(), what: "GET /".to_owned() };
-        let read: Value = answer.read().unwrap();
+        let response = ApiResponse { text: text.clone(), what: "GET /".to_owned() };
+        let read: Value = response.read().unwrap();
         assert_eq!(read["detail"], "\u{FFFD}[2J\u{FFFD} ok");
-        assert_eq!(answer.text, text);
+        assert_eq!(response.text, text);
     }
 }

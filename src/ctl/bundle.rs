@@ -27,7 +27,7 @@ use self::companions::{BundleContext, Companions};
 use crate::vars;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
-use svc_base::quantity::size;
+use svc_base::quantity::format_bytes;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError};
 use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest, digest_line, parse_digest};
@@ -137,7 +137,7 @@ impl fmt::Display for Published {
             PublishOutcome::AlreadyPublished => "already published",
         };
         let key = key::bundle(&self.version, "");
-        write!(f, "{outcome} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
+        write!(f, "{outcome} {key}\n{}, sha256 {}", format_bytes(self.size_bytes), self.sha256)?;
         if let Updates::Impossible(why) = &self.updates {
             return write!(f, "\nnew machines can use it; hosts cannot update to it: {why}");
         }

@@ -39,9 +39,9 @@ pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Out) -
     let report = match subject {
         Subject::Host => (local.host)().await,
         Subject::Platform => {
-            let examined = (local.platform)(env_file.as_deref()).await;
-            let mut findings = examined.findings;
-            match examined.operator {
+            let report = (local.platform)(env_file.as_deref()).await;
+            let mut findings = report.findings;
+            match report.api_access {
                 Some((url, secret)) => {
                     let api = ApiClient::new(url, &secret, Duration::from_secs(global.timeout))?;
                     findings.extend(api_findings(&api).await);

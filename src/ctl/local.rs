@@ -15,7 +15,7 @@ pub struct LocalChecks {
     pub is_host: fn() -> bool,
     pub host: fn() -> BoxFuture<'static, Report>,
     /// Examines the platform's settings: this process's environment, then the file.
-    pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformExamination>,
+    pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformReport>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,
     /// Checks whether the database server that the gateway reports belongs to this machine: its name, or the reason why
@@ -24,7 +24,7 @@ pub struct LocalChecks {
 }
 
 /// The findings about a platform's settings, and the credential for its API.
-pub struct PlatformExamination {
+pub struct PlatformReport {
     pub findings: Vec<Finding>,
-    pub operator: Option<(Url, SecretString)>,
+    pub api_access: Option<(Url, SecretString)>,
 }

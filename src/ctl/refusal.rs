@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn read_accepts_bodies_that_are_no_problem() {
+    fn read_accepts_bodies_that_are_not_problem_json() {
         let refusal = ApiProblem::read(StatusCode::BAD_GATEWAY, "<html>", None);
         assert!(refusal.is_transient());
         assert!(refusal.to_string().contains("502"), "{refusal}");

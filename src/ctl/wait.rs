@@ -99,7 +99,7 @@ pub async fn poll_until<T>(
     }
 }
 
-/// A machine's record, or the message of a transient error: the operation continues meanwhile.
+/// A machine's record, or the message of a transient error: the operation continues in the meantime.
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
@@ -182,14 +182,17 @@ async fn check_result(
         }
     };
     let id = &machine.machine_id;
-    let why =
-        machine.failure.as_ref().map(|failure| format!("; {}", failure::line(failure))).unwrap_or_default();
+    let why = machine
+        .failure
+        .as_ref()
+        .map(|failure| format!("; {}", failure::summary_line(failure)))
+        .unwrap_or_default();
     let (serves, next) = match (SlotHolder::of_slot(api, machine).await?, &machine.failure) {
         (Some(holder), failure) => {
-            let advice = failure.as_ref().and_then(|failure| failure::restore_advice(failure, machine));
+            let advice = failure.as_ref().and_then(|failure| failure::restore_next_step(failure, machine));
             (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
         }
-        (None, Some(failure)) => (String::new(), failure::advice(failure, machine)),
+        (None, Some(failure)) => (String::new(), failure::next_step(failure, machine)),
         (None, None) => (String::new(), format!("`svcctl status {id}` shows its operations")),
     };
     let error = anyhow!("machine {id} {ended}{why}{serves}\n  next: {next}");
@@ -222,7 +225,7 @@ impl SlotHolder {
                 format!("machine {id} has the slot; its server is being powered on")
             }
             (_, Some(failure)) => {
-                format!("machine {id} has the slot and has failed: {}", failure::line(failure))
+                format!("machine {id} has the slot and has failed: {}", failure::summary_line(failure))
             }
             (state, None) => format!("machine {id} has the slot; it is {state}"),
         }

@@ -57,9 +57,9 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
         let (status, took) = (response.status().as_u16(), start.elapsed());
         let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
         if listener.logs_all_requests() || status >= 500 {
-            tracing::info!(status, ms, "answered");
+            tracing::info!(status, ms, "request completed");
         } else {
-            tracing::debug!(status, ms, "answered");
+            tracing::debug!(status, ms, "request completed");
         }
         HTTP_REQUESTS.add_one([listener.as_str(), method, route, class(status)]);
         HTTP_DURATION.record([listener.as_str(), route], took);

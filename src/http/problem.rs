@@ -23,7 +23,7 @@ macro_rules! codes {
                 match self { $(Self::$name => (StatusCode::$status, $code, $title)),* }
             }
 
-            /// What to do, in Markdown: for `docs/reference/errors.md`.
+            /// The remedy, in Markdown: for `docs/reference/errors.md`.
             pub fn remedy(self) -> &'static str {
                 match self { $(Self::$name => $remedy),* }
             }

@@ -191,8 +191,9 @@ struct Origin {
     scheme: Scheme,
 }
 
-/// Serves a connection to its end, or after `stop` to the end of the current request. Not an `async fn`, which would store the
-/// stream and its wrappers twice. Separate from the handshake, so that an idle connection does not keep its memory.
+/// Serves a connection to its end, or after `stop` to the end of the current request. Not an `async fn`, which would
+/// store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does not keep its
+/// memory.
 fn connection<S>(
     stream: S,
     router: Router,

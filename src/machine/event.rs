@@ -127,12 +127,12 @@ pub enum Event {
 pub enum Effect {
     /// Replace this machine by a new one of the slot, with `epoch` one higher and this status.
     ///
-    /// The new machine's operation takes a last backup, writes the fence and switches the predecessor off. The
-    /// reconciler deletes the predecessor's server once the new machine has proven itself.
+    /// The new machine's operation takes a final backup, writes the fence and switches the predecessor off. The
+    /// reconciler deletes the predecessor's server once the new machine is healthy.
     Replace { status: Status, restore: RestoreMode, epoch: Epoch },
     /// Cancel the current operation, if any.
     CancelOperation,
-    /// Start the operation that takes a last backup and switches the server off. The reconciler deletes it after a
+    /// Start the operation that takes a final backup and switches the server off. The reconciler deletes it after a
     /// grace period.
     DeleteServer,
     /// Return the slot to its last registered machine under a new epoch, if that machine still has a server. This

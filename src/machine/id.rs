@@ -39,7 +39,7 @@ macro_rules! uuid_id {
             type Err = NotAnId;
 
             fn from_str(text: &str) -> Result<Self, Self::Err> {
-                // Only the hyphenated form is accepted; the parser knows others.
+                // Only the hyphenated form is accepted; the parser accepts others.
                 if text.len() != 36 {
                     return Err(NotAnId);
                 }

@@ -28,11 +28,11 @@ pub struct Rules {
     pub transition: fn(&Machine, &Event) -> Result<Outcome, Refusal>,
     /// Whether a server's name is unique at the provider and looked up before a create.
     pub unique_names: bool,
-    /// Whether a machine that left its slot without a last backup is marked as unsaved.
+    /// Whether a machine that left its slot without a final backup is marked as unsaved.
     pub marks_unsaved: bool,
     /// Whether a replaced server is kept until its successor has served.
     pub keeps_predecessors: bool,
-    /// Whether a host's writers stop before its last backup.
+    /// Whether a host's writers stop before its final backup.
     pub stops_writers: bool,
     /// Whether a slot returns to an older machine if the last one's server is missing.
     pub reinstates_older: bool,
@@ -47,7 +47,7 @@ pub struct Rules {
 /// Acknowledged rows of an owner, by number.
 pub type Data = BTreeSet<u32>;
 
-/// A row of `user_machines`, with facts that only the real world knows.
+/// A row of `user_machines`, with facts of the real world that the database does not record.
 #[expect(clippy::struct_excessive_bools, reason = "each is one column or one fact, as the database has them")]
 pub struct Row {
     pub slot: usize,
@@ -71,7 +71,7 @@ pub struct Row {
     pub power_off_ordered: bool,
     /// Whether an operator abandoned the operation that would have switched its server on.
     pub may_stay_off: bool,
-    /// Whether it left its slot without a last backup, and no operator accepted the loss.
+    /// Whether it left its slot without a final backup, and no operator accepted the loss.
     pub unsaved: bool,
     /// Whether an operator accepted the loss of its data outside snapshots.
     pub loss_accepted: bool,

@@ -69,7 +69,8 @@ pub enum Lane {
     HostCalls,
 }
 
-/// An operator's decisions for an operation, made when it was filed or later. Stored in `operations.options`. Fields from a newer binary are ignored.
+/// An operator's decisions for an operation, made when it was created or later. Stored in `operations.options`. Fields
+/// of a newer release are ignored.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct OperationOptions {

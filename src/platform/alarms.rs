@@ -36,7 +36,7 @@ pub enum Alarm {
     ProviderCapacity,
     /// Operations of a newer release wait for it.
     UnknownOperations,
-    /// The store knows a later holder of a slot than the database.
+    /// The store records a later holder of a slot than the database.
     DatabaseBehindStore,
     /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
@@ -92,7 +92,7 @@ impl Alarm {
         }
     }
 
-    /// What an operator should do.
+    /// The recommended action for the operator.
     pub fn advice(self) -> &'static str {
         match self {
             Self::ServersMissing => {
@@ -259,7 +259,7 @@ pub fn resource(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
     }
 }
 
-/// What an operator should do about an alarm now, or what its release has allowed.
+/// The recommended action for an active alarm, or what its release has allowed.
 fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
     let until = |at: Timestamp| format!("{at:.0}");
     match (alarm, released_until) {
@@ -287,9 +287,9 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
 }
 
 /// Active alarms, oldest first.
-pub async fn active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<wire::Alarm>, DbError> {
+pub async fn list_active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<wire::Alarm>, DbError> {
     let unknown = db::unknown_servers::count(client, timing.orphan_grace).await?;
-    Ok(db::alarms::active(client).await?.iter().map(|row| resource(row, &unknown)).collect())
+    Ok(db::alarms::list_active(client).await?.iter().map(|row| resource(row, &unknown)).collect())
 }
 
 #[cfg(test)]

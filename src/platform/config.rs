@@ -93,9 +93,9 @@ pub struct Timing {
     pub registration_ttl: Duration,
     /// Deadline after which an unreachable host is skipped without a final backup.
     pub last_backup_deadline: Duration,
-    /// Stall timeout of a final backup; then an operator is asked.
+    /// Stall timeout of a final backup; then the operation waits for an operator.
     pub last_backup_stall: Duration,
-    /// Time limit of a final backup; then an operator is asked.
+    /// Time limit of a final backup; then the operation waits for an operator.
     pub last_backup_limit: Duration,
     /// Time beyond the shutdown timeout in which a provider may fail to switch a replaced server off. Then the
     /// replacement continues: the fence protects the data.

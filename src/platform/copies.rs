@@ -28,7 +28,7 @@ use svc_wire::copies::{self as wire, KeptReason, SnapshotSource};
 /// Timeout of finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The copies of a slot that the database knows.
+/// The copies of a slot that the database records.
 pub struct Copies {
     user: IdpUserId,
     slot: Slot,
@@ -57,14 +57,14 @@ pub async fn of_slot(
     timing: &Timing,
 ) -> Result<Copies, DbError> {
     let (user, slot) = (&machine.user, &machine.slot);
-    let machines = db::machines::newest_of_slot(client, user, slot).await?;
+    let machines = db::machines::list_newest_of_slot(client, user, slot).await?;
     let reported = machines.iter().filter_map(reported_by).max_by_key(|newest| newest.taken_at);
     let served = machines.iter().filter(|one| one.registered_at.is_some());
     let last = served.max_by_key(|one| one.epoch);
     let holder = last.map(|one| (one.id, one.epoch));
     let unrestored = last.and_then(|one| one.unrestored_snapshot.clone());
     Ok(Copies {
-        kept: db::kept_servers::of_slot(client, user, slot, &timing.server_retention()).await?,
+        kept: db::kept_servers::list_of_slot(client, user, slot, &timing.server_retention()).await?,
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|one| {
             // A machine whose server is gone holds no data.
@@ -173,7 +173,7 @@ pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotR
     find_newer(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
 }
 
-const STORE_UNAVAILABLE: &str = "the object store does not answer";
+const STORE_UNAVAILABLE: &str = "the object store does not respond";
 
 fn no_snapshot_in_store(reported: &NewestSnapshot) -> String {
     format!(

@@ -221,7 +221,7 @@ pub mod tests {
     }
 
     #[test]
-    fn each_reason_has_its_cause() {
+    fn each_reason_is_triggered_by_its_cause() {
         assert_eq!(reasons_of(|_| ()), Vec::<String>::new());
         let one = |reason: &str| vec![reason.to_owned()];
         assert_eq!(reasons_of(|row| row.heartbeat_age = Some(121.0)), one("heartbeat_silent"));

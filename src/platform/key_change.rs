@@ -27,7 +27,7 @@ use svc_http::problem::chain;
 use svc_store::StoreError;
 
 /// Failpoints of the key change, in the order in which they are reached.
-pub const POINTS: &[&str] = &[
+pub const FAILPOINTS: &[&str] = &[
     "platform-key-before-reseal",
     "platform-key-after-reseal",
     "platform-key-before-fence",
@@ -43,13 +43,13 @@ const LEASES_UNTIL_ENDED: u32 = 4;
 const MAX_INTERVAL: Duration = Duration::from_secs(5);
 /// Name under which processes claim their turn to run a pass.
 const TASK_NAME: &str = "platform key change";
-const BATCH: i64 = 100;
+const BATCH_SIZE: i64 = 100;
 /// Maximum number of signing keys to read.
 const MAX_SIGNING_KEYS: usize = 10_000;
 
 /// Why a pass of the change failed; the next pass resumes.
 #[derive(Debug, thiserror::Error)]
-pub enum ChangeError {
+pub enum KeyChangeError {
     #[error(transparent)]
     Db(#[from] DbError),
     #[error(transparent)]
@@ -69,7 +69,7 @@ pub enum ChangeError {
 }
 
 /// Identifies this process and its keys to the platform's other processes.
-pub fn process(ids: KeyIds, timing: &Timing) -> ProcessKeys {
+pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
 
@@ -84,7 +84,7 @@ fn interval(own: &ProcessKeys) -> Duration {
 }
 
 /// Renews this process's row until the task is aborted, including during the drain, when the process still writes.
-pub async fn renew(db: Db, own: ProcessKeys) {
+pub async fn renew_process_row(db: Db, own: ProcessKeys) {
     let period = interval(&own);
     loop {
         tokio::time::sleep(period).await;
@@ -96,7 +96,7 @@ pub async fn renew(db: Db, own: ProcessKeys) {
 }
 
 /// Runs passes of the change until the platform stops. Does nothing if there is no previous key.
-pub async fn run(platform: Arc<Platform>, seal: Seal) {
+pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
     let own = &platform.process;
     if own.ids.previous.is_none() {
         return platform.stop.cancelled().await;
@@ -113,10 +113,10 @@ pub async fn run(platform: Arc<Platform>, seal: Seal) {
     }
 }
 
-async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
+async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let own = &platform.process;
     let session = platform.db.session().await?;
-    let is_done = platform_keys::state(&session, &own.ids.current).await?.is_sole;
+    let is_done = platform_keys::load_state(&session, &own.ids.current).await?.is_sole;
     if is_done || !own.is_settled(&session).await? {
         return Ok(());
     }
@@ -133,7 +133,7 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
 }
 
 /// Reseals all signing keys that only the previous key decrypts, in one transaction.
-async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
+async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     if sealed_with_previous(&platform.db.session().await?, seal).await?.is_empty() {
         return Ok(());
     }
@@ -142,7 +142,7 @@ async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     db::lock(&tx, LOCK).await?;
     let sealed = sealed_with_previous(&tx, seal).await?;
     for key in &sealed {
-        if let Some(resealed) = seal.rewrapped(&key.kid, &key.sealed)? {
+        if let Some(resealed) = seal.reseal(&key.kid, &key.sealed)? {
             db::keys::reseal(&tx, &key.kid, &resealed).await?;
         }
     }
@@ -163,7 +163,7 @@ async fn sealed_with_previous(
 }
 
 /// Ends the change if nothing needs the previous key any more.
-async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
+async fn finish(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
     // Checked first without the lock, because process starts wait for the lock: this check ends the pass until all

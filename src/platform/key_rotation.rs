@@ -102,13 +102,13 @@ async fn rotate_if_due(
     purpose: &'static str,
 ) -> Result<(), KeyError> {
     let mut session = db.session().await?;
-    let seen = db::keys::distribution(&session, purpose).await?;
+    let seen = db::keys::list_distribution(&session, purpose).await?;
     if seen.len() < 2 && seen.last().is_none_or(|key| key.age < timing.rotate) {
         return Ok(());
     }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, LOCK).await?;
-    let distribution = db::keys::distribution(&tx, purpose).await?;
+    let distribution = db::keys::list_distribution(&tx, purpose).await?;
     let Some(newest) = distribution.last().map(|key| key.kid.clone()) else { return Ok(()) };
     let unacknowledged = match purpose {
         PROOF => db::keys::count_unacknowledged(&tx, &newest, timing.max_silence).await?,
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn silent_host_blocks_no_rotation_and_few_keys_stay() {
+    fn silent_host_does_not_block_rotation_and_few_keys_remain() {
         let held_up = [key(3000, None), key(2000, None), key(1000, None)];
         assert_eq!(next_proof_step(&held_up, 1, TIMING), RotationStep::Successor);
         let full: Vec<KeyDistribution> =

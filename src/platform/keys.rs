@@ -27,7 +27,7 @@ pub struct SigningSet {
     pub current: Arc<Signer>,
     /// Signs for hosts that have acknowledged it.
     pub next: Option<Arc<Signer>>,
-    /// Newest first: for hosts that were silent during the replacement and know no other key.
+    /// Newest first: for hosts that were unreachable during the replacement and have no other key.
     pub retired: Vec<Arc<Signer>>,
     pub public: ProofKeys,
     pub app: AppKeys,
@@ -110,8 +110,8 @@ impl Seal {
         }
     }
 
-    /// Reseals with the current key what only the previous one opens; `None` if there is nothing to do.
-    pub fn rewrapped(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
+    /// Reseals with the current key a secret that only the previous key opens; `None` otherwise.
+    pub fn reseal(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
         match self.sealed_with(kid, sealed) {
             SealedWith::Previous => Ok(Some(self.close(kid, &self.open(kid, sealed)?)?)),
             SealedWith::Current | SealedWith::Neither => Ok(None),
@@ -158,7 +158,7 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     let nth = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
     let app = open_all(app, seal)?;
     let session = db.session().await?;
-    let retired = db::keys::retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
+    let retired = db::keys::list_retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
     drop(session);
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
     let app_signer = app.get(nth).cloned().ok_or_else(none)?;
@@ -179,20 +179,20 @@ pub async fn ensure_opened(
     seal: &Seal,
 ) -> Result<(), KeyError> {
     for purpose in [db::keys::PROOF, db::keys::APP] {
-        open_all(db::keys::active(client, purpose).await?, seal)?;
+        open_all(db::keys::list_active(client, purpose).await?, seal)?;
     }
     Ok(())
 }
 
 async fn load_stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
     let mut session = db.session().await?;
-    let stored = db::keys::active(&session, purpose).await?;
+    let stored = db::keys::list_active(&session, purpose).await?;
     if !stored.is_empty() {
         return Ok(stored);
     }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, LOCK).await?;
-    let mut stored = db::keys::active(&tx, purpose).await?;
+    let mut stored = db::keys::list_active(&tx, purpose).await?;
     if stored.is_empty() {
         stored.push(generate(&tx, seal, purpose).await?);
     }
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn rewrap_replaces_previous_key() {
+    fn reseal_replaces_previous_key() {
         let keys = |current: u8, previous: Option<u8>| {
             let key = |byte: u8| vec![byte; 32].into();
             Seal::of(&PlatformKeys { current: key(current), previous: previous.map(key) })
@@ -263,10 +263,10 @@ mod tests {
         assert_eq!(both.open("k1", &sealed).unwrap(), b"private");
         assert_eq!(both.sealed_with("k1", &sealed), SealedWith::Previous);
         assert_eq!(new.sealed_with("k1", &sealed), SealedWith::Neither);
-        assert_eq!(new.rewrapped("k1", &sealed).unwrap(), None, "what cannot be opened stays");
-        let again = both.rewrapped("k1", &sealed).unwrap().unwrap();
+        assert_eq!(new.reseal("k1", &sealed).unwrap(), None, "what cannot be opened stays");
+        let again = both.reseal("k1", &sealed).unwrap().unwrap();
         assert_eq!(new.open("k1", &again).unwrap(), b"private");
-        assert_eq!(both.rewrapped("k1", &again).unwrap(), None, "it is done once");
+        assert_eq!(both.reseal("k1", &again).unwrap(), None, "it is done once");
         assert_eq!(new.sealed_with("k1", &both.close("k1", b"x").unwrap()), SealedWith::Current);
     }
 }

@@ -59,15 +59,15 @@ pub struct EventContext<'a> {
     pub failed_at: Option<(&'a str, &'a str)>,
     /// The machine that replaces this one, if the event replaces it.
     pub successor: Option<&'a MachineRequest>,
-    /// The operator's options for the filed operation.
+    /// The operator's options for the created operation.
     pub options: OperationOptions,
     /// An epoch in the object store: the new machine's epoch is above it.
     pub epoch_floor: Epoch,
 }
 
-/// A machine and the operation that was filed for it.
+/// A machine and the operation that was created for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FiledOperation {
+pub struct CreatedOperation {
     pub machine: MachineId,
     pub operation: OperationId,
 }
@@ -76,7 +76,7 @@ pub struct FiledOperation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     Unchanged,
-    Moved { filed: Option<FiledOperation> },
+    Moved { created: Option<CreatedOperation> },
 }
 
 /// Applies an event to a machine whose row the transaction has locked.
@@ -100,11 +100,11 @@ pub async fn apply(
         _ => None,
     });
     write_state(tx, was, &next, SlotChange { successor, raised_epoch }, &with).await?;
-    let mut filed = None;
+    let mut created = None;
     for effect in effects {
-        filed = apply_effect(tx, mint, was, effect, successor, &with).await?.or(filed);
+        created = apply_effect(tx, mint, was, effect, successor, &with).await?.or(created);
     }
-    Ok(Change::Moved { filed })
+    Ok(Change::Moved { created })
 }
 
 /// Data of a change of slot.
@@ -180,7 +180,7 @@ async fn apply_effect(
     effect: Effect,
     successor: MachineId,
     with: &EventContext<'_>,
-) -> Result<Option<FiledOperation>, LifecycleError> {
+) -> Result<Option<CreatedOperation>, LifecycleError> {
     match effect {
         Effect::CancelOperation => db::operations::end_running(tx, was.id, "cancelled", None).await?,
         Effect::FailOperation { cause } => {
@@ -193,19 +193,21 @@ async fn apply_effect(
             return insert(tx, mint, request, plan).await.map(Some);
         }
         Effect::DeleteServer => {
-            return Ok(Some(file(tx, was.id, OperationKind::Delete, with.options).await?));
+            return Ok(Some(create_operation(tx, was.id, OperationKind::Delete, with.options).await?));
         }
         // The type is in the row.
         Effect::ChangeType { .. } => {
-            return Ok(Some(file(tx, was.id, OperationKind::Resize, with.options).await?));
+            return Ok(Some(create_operation(tx, was.id, OperationKind::Resize, with.options).await?));
         }
         // An operator has switched it off.
         Effect::SwitchOn if was.powered_off_at.is_some() => {}
         Effect::SwitchOn => {
-            return Ok(Some(file(tx, was.id, OperationKind::PowerOn, OperationOptions::default()).await?));
+            return Ok(Some(
+                create_operation(tx, was.id, OperationKind::PowerOn, OperationOptions::default()).await?,
+            ));
         }
         Effect::Reinstate { .. } => {
-            return Ok(Some(file(tx, was.id, OperationKind::Reinstate, with.options).await?));
+            return Ok(Some(create_operation(tx, was.id, OperationKind::Reinstate, with.options).await?));
         }
         Effect::ReinstatePredecessor => reinstate_predecessor(tx, mint, was, with).await?,
         Effect::DeletePredecessor => delete_predecessor(tx, mint, was, with).await?,
@@ -225,9 +227,9 @@ async fn reinstate_predecessor(
 ) -> Result<(), LifecycleError> {
     let Some(last) = reinstatable(tx, was).await? else { return Ok(()) };
     machine_changes::leave_slot(tx, was.id, last.id).await?;
-    let highest = db::machines::highest_epoch(tx, &was.user, &was.slot).await?;
+    let highest = db::machines::find_highest_epoch(tx, &was.user, &was.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
-    // If it has a failure of its own, it keeps that message.
+    // If it has its own failure, it keeps that message.
     let failed_at =
         last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was to replace it did not register";
@@ -241,7 +243,7 @@ async fn reinstate_predecessor(
 /// The last registered machine of the slot. If its server is gone, an earlier one, unless a snapshot holds the later
 /// one's data: an older server would then replace that snapshot by an older state.
 async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<MachineRow>, DbError> {
-    for seen in db::machines::registered_before(tx, was, MAX_PREDECESSORS).await? {
+    for seen in db::machines::list_registered_before(tx, was, MAX_PREDECESSORS).await? {
         let Some(one) = db::machines::lock(tx, seen.id).await? else { continue };
         if one.server_exists() {
             return Ok(Some(one).filter(|one| one.deleted_at.is_none()));
@@ -290,14 +292,14 @@ async fn audit(tx: &Transaction<'_>, action: &str, was: &MachineRow) -> Result<(
     db::audit::write(tx, &entry).await
 }
 
-async fn file(
+async fn create_operation(
     tx: &Transaction<'_>,
     machine: MachineId,
     kind: OperationKind,
     options: OperationOptions,
-) -> Result<FiledOperation, DbError> {
-    let operation = db::operations::file(tx, machine, kind, options).await?;
-    Ok(FiledOperation { machine, operation })
+) -> Result<CreatedOperation, DbError> {
+    let operation = db::operations::create(tx, machine, kind, options).await?;
+    Ok(CreatedOperation { machine, operation })
 }
 
 /// Creates the machine of a free slot.
@@ -310,8 +312,8 @@ pub async fn create_machine(
     request: &MachineRequest,
     restore: RestoreMode,
     with: &EventContext<'_>,
-) -> Result<FiledOperation, LifecycleError> {
-    let highest = db::machines::highest_epoch(tx, &request.user, &request.slot).await?;
+) -> Result<CreatedOperation, LifecycleError> {
+    let highest = db::machines::find_highest_epoch(tx, &request.user, &request.slot).await?;
     let epoch = highest.max(with.epoch_floor).next();
     let (id, status, options) = (MachineId::new(), Status::Provisioning, with.options);
     insert(tx, mint, request, StartPlan { id, status, restore, epoch, options }).await
@@ -331,7 +333,7 @@ async fn insert(
     mint: &TokenMint,
     request: &MachineRequest,
     plan: StartPlan,
-) -> Result<FiledOperation, LifecycleError> {
+) -> Result<CreatedOperation, LifecycleError> {
     let StartPlan { id, status, restore, epoch, options } = plan;
     let kind = match status {
         Status::Recovering => OperationKind::Recover,
@@ -360,5 +362,5 @@ async fn insert(
         restore_snapshot: request.restore_snapshot.clone(),
     };
     machine_changes::insert(tx, &machine).await?;
-    Ok(file(tx, id, kind, options).await?)
+    Ok(create_operation(tx, id, kind, options).await?)
 }

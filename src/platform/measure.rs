@@ -48,8 +48,8 @@ fn measure_pools(pools: &[&Db]) {
 
 async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
     let session = db.session().await?;
-    let mut seen = fleet::summarize(&db::fleet::all(&session).await?, token_rotation);
-    ended_machines::add_to(&mut seen, &db::ended_machines::needing_attention(&session).await?);
+    let mut seen = fleet::summarize(&db::fleet::list_active_machines(&session).await?, token_rotation);
+    ended_machines::add_to(&mut seen, &db::ended_machines::list_needing_attention(&session).await?);
     for (status, count) in &seen.totals.by_status {
         MACHINES.set([label(status)], *count as f64);
     }
@@ -65,15 +65,15 @@ async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), D
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
     }
-    let (_, overdue) = db::operations::overdue(&session, Duration::from_secs(1800), 1).await?;
+    let (_, overdue) = db::operations::list_overdue(&session, Duration::from_secs(1800), 1).await?;
     OPERATIONS_OVERDUE.set([], overdue as f64);
-    let alarms = db::alarms::active(&session).await?;
+    let alarms = db::alarms::list_active(&session).await?;
     for alarm in Alarm::ALL {
         let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
         ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
     OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &vocabulary()).await? as f64);
-    if let Some(left) = db::budget::remaining(&session).await? {
+    if let Some(left) = db::budget::load_remaining(&session).await? {
         PROVIDER_BUDGET.set([], left);
     }
     Ok(())

@@ -145,7 +145,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
-    let pool = |most: usize| Db::new(&config.database, most).or_exit(Exit::Internal);
+    let pool = |max_connections: usize| Db::new(&config.database, max_connections).or_exit(Exit::Internal);
     let db = pool(config.connections.control)?;
     let (host_db, report_db) = (pool(config.connections.hosts)?, pool(config.connections.reports)?);
     let seal = || Seal::of(&config.keys);
@@ -157,11 +157,11 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
-    let presence = tokio::spawn(key_change::renew(db.clone(), process.clone()));
+    let presence = tokio::spawn(key_change::renew_process_row(db.clone(), process.clone()));
     let installation = read_installation_id(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let (rotation_seal, change_seal) = (seal(), seal());
-    // A pool of its own: its connections live on the router's threads, and end with them.
+    // A separate pool: its connections live on the router's threads, and end with them.
     let sessions = pool(config.connections.router)?;
     let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
     let routes = RouterContext {
@@ -201,7 +201,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
 
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, fresh, stop.clone()));
-    tasks.spawn(key_change::run(platform.clone(), change_seal));
+    tasks.spawn(key_change::run_key_change(platform.clone(), change_seal));
     tasks.spawn(mark::keep_writing(platform.clone()));
     tasks.spawn(process_clock::run(Arc::clone(&platform.clock), platform.db.clone(), platform.stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
@@ -249,9 +249,10 @@ async fn admit(
     config: &PlatformConfig,
     mint: &TokenMint,
 ) -> Result<ProcessKeys, Failure> {
-    let (process, seal) = (key_change::process(config.keys.ids(), &config.timing), Seal::of(&config.keys));
+    let (process, seal) =
+        (key_change::current_process_keys(config.keys.ids(), &config.timing), Seal::of(&config.keys));
     // Before any write to the database: outdated keys must leave it unchanged.
-    let has_answered = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
+    let has_responded = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
         Ok(()) => {}
@@ -260,7 +261,7 @@ async fn admit(
         }
         Err(error) => return Err(Failure::new(Exit::Config, error)),
     }
-    if has_answered {
+    if has_responded {
         check_mark(mark::write(bucket, &process.ids).await)?;
     }
     Ok(process)
@@ -313,7 +314,7 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
 }
 
 async fn read_installation_id(db: &Db) -> Result<uuid::Uuid, DbError> {
-    db::servers::installation(&db.session().await?).await
+    db::servers::installation_id(&db.session().await?).await
 }
 
 struct BoundListener {

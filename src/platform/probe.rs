@@ -22,8 +22,8 @@ pub async fn run(mut env: Env) -> Result<(), Failure> {
     };
     let url = format!("{scheme}://{}/readyz", std::net::SocketAddr::new(ip, listen.address.port()));
     let detail = match client.get(&url).send().await {
-        Ok(answer) if answer.status().is_success() => return Ok(()),
-        Ok(answer) => format!("{} {}", answer.status(), answer.text().await.unwrap_or_default()),
+        Ok(response) if response.status().is_success() => return Ok(()),
+        Ok(response) => format!("{} {}", response.status(), response.text().await.unwrap_or_default()),
         Err(error) => chain(&error.without_url()),
     };
     Err(Failure::new(Exit::Unavailable, anyhow!("not ready: {detail}")))

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_of_a_proxy_share_no_limit() {
+    fn clients_of_a_proxy_have_no_shared_limit() {
         let rates = rates("192.0.2.0/24");
         for number in 0..100 {
             rates.admit_check(CLIENT, &format!("guess {number}")).unwrap();

@@ -52,7 +52,7 @@ mod tests {
     const MINUTE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn machine_has_one_turn_per_interval() {
+    fn machine_is_checked_once_per_interval() {
         let (checks, machine, start) = (ServerChecks::new(MINUTE), MachineId::new(), Instant::now());
         assert!(checks.take_turn_at(machine, start));
         assert!(!checks.take_turn_at(machine, start + MINUTE / 2));

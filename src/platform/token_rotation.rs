@@ -3,7 +3,7 @@
 //!
 //! The host stores the next token before it sends a heartbeat with it, and that heartbeat makes the platform retire
 //! the previous one after an overlap. If the database was restored from a copy, a token may have a later generation
-//! than the database knows: if the platform made it, it is accepted, and the database catches up.
+//! than the database records: if the platform made it, it is accepted, and the database catches up.
 //!
 //! The invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later one.
 
@@ -16,7 +16,7 @@ use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
 use svc_machine::id::MachineId;
 
 /// Places where a test may stop the process, in the order in which they are reached.
-pub const POINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
+pub const FAILPOINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
 
 /// Schedule of token rotation.
 #[derive(Debug, Clone, Copy)]
@@ -172,7 +172,7 @@ mod tests {
     #[derive(Debug, Clone, Copy)]
     enum Loss {
         Nothing,
-        Answer,
+        Response,
         /// Killed while it writes the file: the old content stays.
         Write,
     }
@@ -182,7 +182,7 @@ mod tests {
             3 => (1_i64..1500).prop_map(Act::Wait),
             2 => Just(Act::Request),
             6 => Just(Act::Beat(Loss::Nothing)),
-            2 => Just(Act::Beat(Loss::Answer)),
+            2 => Just(Act::Beat(Loss::Response)),
             2 => Just(Act::Beat(Loss::Write)),
             1 => Just(Act::Restart),
             1 => Just(Act::CopyDatabase),
@@ -332,7 +332,7 @@ mod tests {
         world.beat(Loss::Nothing);
         assert_eq!(world.row.generation, Generation(1), "nothing is due");
         world.take(&Act::Request);
-        world.beat(Loss::Answer);
+        world.beat(Loss::Response);
         world.beat(Loss::Nothing);
         assert_eq!(world.judge(&first), TokenStatus::Current, "no heartbeat with the new one yet");
         world.beat(Loss::Nothing);

@@ -150,13 +150,13 @@ svc_base::variables! {
     }
 
     "platform.replacement", in "process environment or the platform's env file", by ["svc-platform"] {
-        /// How long the old host may be unreachable before its last backup is skipped. A host that responds
+        /// How long the old host may be unreachable before its final backup is skipped. A host that responds
         /// is waited for while it makes progress.
         LAST_BACKUP_DEADLINE_SECONDS: "seconds" = "60";
-        /// How long a last backup may make no progress, or less than 1 MiB, before the operation waits for an
+        /// How long a final backup may make no progress, or less than 1 MiB, before the operation waits for an
         /// operator.
         LAST_BACKUP_STALL_SECONDS: "seconds" = "300";
-        /// How long a last backup may take in total before the operation waits for an operator, regardless of
+        /// How long a final backup may take in total before the operation waits for an operator, regardless of
         /// progress.
         LAST_BACKUP_LIMIT_SECONDS: "seconds" = "43200";
         /// How long, beyond the shutdown timeout, the provider may fail to switch a replaced server off

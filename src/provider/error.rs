@@ -52,7 +52,7 @@ impl ProviderError {
     /// The provider's error code; empty if it sent none.
     pub fn code(&self) -> &str {
         match &self.cause {
-            Cause::Answer { code, .. } => code,
+            Cause::Response { code, .. } => code,
             _ => "",
         }
     }
@@ -71,8 +71,8 @@ impl ProviderError {
 /// The cause of a failure.
 #[derive(Debug, thiserror::Error)]
 pub enum Cause {
-    #[error("the provider answered {status}: {code}: {message}")]
-    Answer { status: u16, code: String, message: String },
+    #[error("the provider returned {status}: {code}: {message}")]
+    Response { status: u16, code: String, message: String },
     #[error("no response within {} ms", .after.as_millis())]
     Deadline { after: Duration },
     #[error("the provider could not be reached")]

@@ -1,7 +1,7 @@
 //! The cloud provider as the platform needs it: a short port, its types, and one adapter.
 //!
-//! This module knows no machine states or operations. Invariant: only the error's kind decides what may be retried,
-//! and a call that may have created something never reports a clean failure.
+//! This module does not depend on machine states or operations. Invariant: only the error's kind decides what may be
+//! retried, and a call that may have created something never reports a clean failure.
 
 mod allowance;
 mod error;

@@ -79,7 +79,7 @@ pub enum ServerStatus {
     Deleting,
     Migrating,
     Rebuilding,
-    /// The provider does not know, or sent an unknown state.
+    /// The provider reports no state, or one that this release does not support.
     Unknown,
 }
 

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
 use super::key::{LATEST, POINTER_LOG};
-use super::multipart::{OpenUpload, UploadsWithIds};
+use super::multipart::{MultipartUploads, OpenUpload};
 use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 use svc_base::untrusted_text::bounded;
@@ -157,20 +157,20 @@ impl Condition {
 #[derive(Debug, Clone)]
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
-    identified: Option<UploadsWithIds>,
+    multipart: Option<MultipartUploads>,
     /// Timeout of one call including its retries; `None` for the store's own limits.
     call_timeout: Option<Duration>,
 }
 
 impl Bucket {
     pub fn new(inner: Arc<dyn ObjectStore>) -> Self {
-        Self { inner, identified: None, call_timeout: None }
+        Self { inner, multipart: None, call_timeout: None }
     }
 
     /// The same bucket, with upload ids.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
-        Self { identified: Some(UploadsWithIds(store)), ..self }
+        Self { multipart: Some(MultipartUploads(store)), ..self }
     }
 
     /// The same bucket, with a timeout for each read and write of a whole object, including retries.
@@ -187,7 +187,7 @@ impl Bucket {
         key: &Path,
         work: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
-        counted(name, self.bounded(key, work)).await
+        record_call(name, self.bounded(key, work)).await
     }
 
     /// Limits the work by the call timeout, if any.
@@ -203,21 +203,21 @@ impl Bucket {
     }
 
     /// Begins an upload, and returns its id if the store supports ids.
-    pub(super) async fn begin_upload(
+    pub(super) async fn start_upload(
         &self,
         key: &Path,
     ) -> object_store::Result<(Box<dyn MultipartUpload>, Option<OpenUpload>)> {
-        match &self.identified {
-            Some(store) => store.begin(key).await.map(|(upload, open)| (upload, Some(open))),
+        match &self.multipart {
+            Some(store) => store.start_upload(key).await.map(|(upload, open)| (upload, Some(open))),
             None => Ok((self.inner.put_multipart(key).await?, None)),
         }
     }
 
     /// Aborts an upload of another process, which drops its parts. Succeeds if the upload has already ended.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
-        let Some(store) = &self.identified else { return Ok(()) };
+        let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());
-        counted("give_up", async {
+        record_call("give_up", async {
             store.abort_upload(open).await.map_err(|error| StoreError::of(&key, error))
         })
         .await
@@ -259,7 +259,7 @@ impl Bucket {
         }
     }
 
-    /// Whether a key that could not be read is absent. S3 answers 403 instead of 404 if the credentials may list only a part
+    /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only a part
     /// of the bucket, so that part is listed. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
@@ -365,7 +365,7 @@ impl Bucket {
     }
 }
 
-async fn counted<T>(
+async fn record_call<T>(
     call: &'static str,
     work: impl Future<Output = Result<T, StoreError>>,
 ) -> Result<T, StoreError> {

@@ -23,10 +23,10 @@ impl HttpService for CountLists {
             return self.wire.execute(request).await;
         }
         let start = Instant::now();
-        let answer = self.wire.execute(request).await;
+        let response = self.wire.execute(request).await;
         STORE_DURATION.record([CALL], start.elapsed());
-        STORE_CALLS.add_one([CALL, outcome(answer.as_ref().ok().map(HttpResponse::status))]);
-        answer
+        STORE_CALLS.add_one([CALL, outcome(response.as_ref().ok().map(HttpResponse::status))]);
+        response
     }
 }
 

@@ -1,7 +1,7 @@
 //! Temporary credentials for the store.
 //!
-//! A [`CredentialSource`] provides them. object_store requests them before each request, and `resign` when the store rejects a
-//! request's credentials as expired.
+//! A [`CredentialSource`] provides them. object_store requests them before each request, and `resign` when the store
+//! rejects a request's credentials as expired.
 
 use std::error::Error;
 use std::fmt;

@@ -37,7 +37,7 @@ impl Lenient {
         self.listed.load(Ordering::Relaxed)
     }
 
-    fn counted(
+    fn count_calls(
         &self,
         listing: BoxStream<'static, Result<ObjectMeta>>,
     ) -> BoxStream<'static, Result<ObjectMeta>> {
@@ -86,7 +86,7 @@ impl ObjectStore for Lenient {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.counted(self.inner.list(prefix))
+        self.count_calls(self.inner.list(prefix))
     }
 
     fn list_with_offset(
@@ -94,7 +94,7 @@ impl ObjectStore for Lenient {
         prefix: Option<&Path>,
         offset: &Path,
     ) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.counted(self.inner.list_with_offset(prefix, offset))
+        self.count_calls(self.inner.list_with_offset(prefix, offset))
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

@@ -54,7 +54,7 @@ pub enum MetaError {
 /// [`MetaError`]; `Fenced` if a machine with a higher epoch, or another one with the same epoch, has written.
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
     let key = slot.vps_meta();
-    let mut unanswered = None;
+    let mut ambiguous_error = None;
     for _ in 0..MAX_ATTEMPTS {
         let now = match bucket.get_json::<VpsMeta>(&key).await {
             Ok(now) => now,
@@ -67,7 +67,7 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
                     end => return Ok(end?),
                 }
             }
-            Err(error) => return Err(unanswered.unwrap_or(error).into()),
+            Err(error) => return Err(ambiguous_error.unwrap_or(error).into()),
         };
         let condition = match now {
             None => Condition::Absent,
@@ -85,7 +85,7 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
             Ok(()) => return Ok(()),
             Err(StoreError::Precondition { .. }) => {}
             // The write may have succeeded: one more attempt finds out.
-            Err(error) if error.is_transient() && unanswered.is_none() => unanswered = Some(error),
+            Err(error) if error.is_transient() && ambiguous_error.is_none() => ambiguous_error = Some(error),
             Err(error) => return Err(error.into()),
         }
     }

@@ -23,16 +23,16 @@ pub struct OpenUpload {
 
 /// A store whose uploads have ids.
 #[derive(Clone)]
-pub(super) struct UploadsWithIds(pub(super) Arc<dyn MultipartStore>);
+pub(super) struct MultipartUploads(pub(super) Arc<dyn MultipartStore>);
 
-impl fmt::Debug for UploadsWithIds {
+impl fmt::Debug for MultipartUploads {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("UploadsWithIds")
+        f.write_str("MultipartUploads")
     }
 }
 
-impl UploadsWithIds {
-    pub(super) async fn begin(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
+impl MultipartUploads {
+    pub(super) async fn start_upload(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
         let id = self.0.create_multipart(key).await?;
         let open = OpenUpload { key: key.to_string(), upload_id: id.clone() };
         let upload = UploadInProgress {
@@ -57,7 +57,7 @@ impl UploadsWithIds {
 /// An upload in progress: numbers its parts and collects their ids.
 #[derive(Debug)]
 struct UploadInProgress {
-    store: UploadsWithIds,
+    store: MultipartUploads,
     key: Path,
     id: MultipartId,
     started: usize,
@@ -82,7 +82,7 @@ impl MultipartUpload for UploadInProgress {
         let parts: Vec<PartId> =
             self.uploaded.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         if parts.len() < self.started {
-            let source = format!("{} of {} parts have arrived", parts.len(), self.started).into();
+            let source = format!("{} of {} parts were uploaded", parts.len(), self.started).into();
             return Err(Error::Generic { store: "multipart", source });
         }
         self.store.0.complete_multipart(&self.key, &self.id, parts).await

@@ -2,8 +2,8 @@
 //!
 //! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer and
 //! must not exist before. `latest` is written after it. So two writers never both succeed, even on a store that does not
-//! honour `If-Match` exactly: the store must only create an object at most once. The highest entry is authoritative; the next
-//! writer repairs a stale `latest`.
+//! honour `If-Match` exactly: the store must only create an object at most once. The highest entry is authoritative;
+//! the next writer repairs a stale `latest`.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry ahead of
 //! `latest`. Entries are never deleted.

@@ -53,9 +53,9 @@ pub(super) async fn newest_entry(
     Ok(newest)
 }
 
-/// The lowest `seq`, starting at `seq`, such that a reader of a pointer with it finds no higher entry; and the last entry that
-/// was skipped. Any session of the slot can add unreadable entries at any distance, and a pointer below one of them would be
-/// unreadable as well.
+/// The lowest `seq`, starting at `seq`, such that a reader of a pointer with it finds no higher entry; and the last
+/// entry that was skipped. Any session of the slot can add unreadable entries at any distance, and a pointer below
+/// one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.

@@ -20,7 +20,7 @@ const MAX_KEPT_BYTES: u64 = 8 << 10;
 /// Maximum snapshots to check for a complete one.
 const MAX_CHECKED: usize = 64;
 
-/// The slot's current machine, as the platform knows it, and the signed fence that was written before it was created.
+/// The slot's current machine, as the platform records it, and the signed fence that was written before it was created.
 pub type CurrentFence = Fence;
 
 /// The platform's database record of a slot.
@@ -100,7 +100,7 @@ pub struct Inspection {
 pub enum RepairError {
     #[error("{key} is not usable: {why}")]
     Unusable { key: String, why: String },
-    #[error("the pointer was changed by another writer meanwhile")]
+    #[error("the pointer was changed by another writer in the meantime")]
     Changed,
     #[error(transparent)]
     Store(#[from] StoreError),

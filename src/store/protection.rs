@@ -78,9 +78,9 @@ async fn request_setting(
         .map_err(ProtectionError::Sign)?;
     let silent =
         |error: object_store::client::HttpError| ProtectionError::Silent(svc_http::problem::chain(&error));
-    let answer = wire.execute(request).await.map_err(silent)?;
-    let status = answer.status();
-    let body = answer.into_body().bytes().await.map_err(silent)?;
+    let response = wire.execute(request).await.map_err(silent)?;
+    let status = response.status();
+    let body = response.into_body().bytes().await.map_err(silent)?;
     Ok((status, String::from_utf8_lossy(&body).into_owned()))
 }
 

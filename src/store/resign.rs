@@ -38,22 +38,22 @@ impl HttpService for Resigning {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let request = self.refreshed(request).await;
         let again = request.clone();
-        let answer = self.wire.execute(request).await?;
+        let response = self.wire.execute(request).await?;
         if !matches!(
-            answer.status(),
+            response.status(),
             StatusCode::BAD_REQUEST | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN
         ) {
-            return Ok(answer);
+            return Ok(response);
         }
-        let (parts, body) = answer.into_parts();
+        let (parts, body) = response.into_parts();
         let body = body.bytes().await?;
         // The response to a HEAD has no body; with expired credentials its status is 400.
         let suspected = again.method() == Method::HEAD && parts.status == StatusCode::BAD_REQUEST;
-        let told = || {
+        let is_expired = || {
             let text = String::from_utf8_lossy(&body);
             EXPIRED.iter().any(|code| text.contains(code))
         };
-        if suspected || told() {
+        if suspected || is_expired() {
             match self.source.replacement_for(used(&again).unwrap_or_default()).await {
                 Ok(fresh) => {
                     if let Some(signed) = self.sign(again, &fresh) {

@@ -374,12 +374,12 @@ mod tests {
             json!({"database": {"owner": null, "sizeBytes": 1, "grants": null, "settings": [],
                 "roles": vec![json!({}); count]}})
         };
-        let most = snapshot::MAX_ROLES;
+        let max = snapshot::MAX_ROLES;
         for (other, is_usable) in [
-            (json!({"roles": vec![""; most]}), true),
-            (json!({"roles": vec![""; most + 1]}), false),
-            (facts(most), true),
-            (facts(most + 1), false),
+            (json!({"roles": vec![""; max]}), true),
+            (json!({"roles": vec![""; max + 1]}), false),
+            (facts(max), true),
+            (facts(max + 1), false),
         ] {
             bucket.put(&slot.side_record(key).unwrap(), record(key, &other)).await.unwrap();
             let read = snapshot::by_key(&bucket, &slot, key).await;

@@ -123,7 +123,7 @@ impl Sts {
         let response = self.wire.execute(request).await.map_err(silent)?;
         let status = response.status();
         let body = response.into_body().bytes().await.map_err(silent)?;
-        read(status, &String::from_utf8_lossy(&body))
+        parse_response(status, &String::from_utf8_lossy(&body))
     }
 }
 
@@ -166,7 +166,7 @@ struct Fault {
     message: String,
 }
 
-fn read(status: StatusCode, text: &str) -> Result<TemporaryCredentials, StsError> {
+fn parse_response(status: StatusCode, text: &str) -> Result<TemporaryCredentials, StsError> {
     if !status.is_success() {
         let fault = quick_xml::de::from_str::<ErrorResponse>(text).map(|refusal| refusal.error);
         let fault = fault.or_else(|_| quick_xml::de::from_str(text));
@@ -213,8 +213,8 @@ mod tests {
 </AssumeRoleResponse>"#;
 
     #[test]
-    fn read_parses_the_response_of_aws() {
-        let session = read(StatusCode::OK, SAMPLE).unwrap();
+    fn parse_response_parses_the_response_of_aws() {
+        let session = parse_response(StatusCode::OK, SAMPLE).unwrap();
         assert_eq!(session.access_key, "ASIAIOSFODNN7EXAMPLE");
         let token = session.session_token.unwrap();
         assert!(token.expose_secret().starts_with("AQoD"), "without the white space of the sample");
@@ -222,18 +222,18 @@ mod tests {
     }
 
     #[test]
-    fn read_parses_errors_in_both_forms() {
+    fn parse_response_parses_errors_in_both_forms() {
         let whole = "<ErrorResponse><Error><Type>Sender</Type><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>";
         for text in [whole, "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"] {
-            let error = read(StatusCode::FORBIDDEN, text).unwrap_err();
+            let error = parse_response(StatusCode::FORBIDDEN, text).unwrap_err();
             assert!(!error.is_transient() && error.to_string().contains("AccessDenied: no"), "{error}");
         }
-        assert!(read(StatusCode::SERVICE_UNAVAILABLE, "").unwrap_err().is_transient());
+        assert!(parse_response(StatusCode::SERVICE_UNAVAILABLE, "").unwrap_err().is_transient());
     }
 
     #[test]
-    fn read_hides_the_secret_of_a_truncated_response() {
-        let error = read(StatusCode::OK, &SAMPLE[..SAMPLE.len() / 2]).unwrap_err();
+    fn parse_response_hides_the_secret_of_a_truncated_response() {
+        let error = parse_response(StatusCode::OK, &SAMPLE[..SAMPLE.len() / 2]).unwrap_err();
         assert!(!error.to_string().contains("wJalr"), "{error}");
     }
 }

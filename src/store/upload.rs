@@ -68,7 +68,7 @@ pub struct Upload {
 
 impl Upload {
     pub async fn begin(bucket: &Bucket, key: &Path, parts: PartLayout) -> Result<Self, StoreError> {
-        let (inner, open) = bucket.begin_upload(key).await.map_err(|error| StoreError::of(key, error))?;
+        let (inner, open) = bucket.start_upload(key).await.map_err(|error| StoreError::of(key, error))?;
         Ok(Self {
             open,
             key: key.clone(),

@@ -22,9 +22,9 @@ impl HttpService for WriteOnce {
         }
         let unconditional = request.clone();
         request.headers_mut().insert(IF_NONE_MATCH, HeaderValue::from_static("*"));
-        let answer = self.wire.execute(request).await?;
-        if answer.status() != StatusCode::NOT_IMPLEMENTED {
-            return Ok(answer);
+        let response = self.wire.execute(request).await?;
+        if response.status() != StatusCode::NOT_IMPLEMENTED {
+            return Ok(response);
         }
         tracing::debug!("the store does not support a condition on the completion of an upload");
         self.wire.execute(unconditional).await

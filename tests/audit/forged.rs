@@ -24,7 +24,7 @@ fn new_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
 
 /// A tool reports the end of its own call through the hook.
 #[test]
-fn a_tool_cannot_end_its_own_call() -> Result<()> {
+fn tool_cannot_end_its_own_call() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin(ADA)?;
     let end = json!({ "session_id": "session-ada", "hook_event_name": "PostToolUse", "tool_name": "Bash",
@@ -45,7 +45,7 @@ fn a_tool_cannot_end_its_own_call() -> Result<()> {
 /// The tool's process replaces itself with the hook, so its parent is that of the program's hooks. The program's own
 /// report at the real end exposes it.
 #[test]
-fn a_tool_that_becomes_the_hook_is_found_out() -> Result<()> {
+fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin(ADA)?;
     home.end(ADA, &call)?;
@@ -77,7 +77,7 @@ fn late_hook_is_counted_once() -> Result<()> {
 
 /// A forged note in the file of late hooks excuses no call without a beginning.
 #[test]
-fn a_left_note_silences_nothing() -> Result<()> {
+fn planted_hook_report_suppresses_no_gap() -> Result<()> {
     let home = Home::new()?;
     let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "other",
@@ -90,7 +90,7 @@ fn a_left_note_silences_nothing() -> Result<()> {
 }
 
 #[test]
-fn an_agent_cannot_end_the_calls_of_another() -> Result<()> {
+fn agent_cannot_end_calls_of_another_agent() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin(ADA)?;
     let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
@@ -107,7 +107,7 @@ fn an_agent_cannot_end_the_calls_of_another() -> Result<()> {
 }
 
 #[test]
-fn a_dispatch_is_what_the_dispatcher_says_and_not_what_the_environment_does() -> Result<()> {
+fn dispatch_is_identified_by_dispatcher_not_environment() -> Result<()> {
     let home = Home::new()?;
     // No dispatch was announced, but its environment names one.
     let terminal = Agent("terminal");
@@ -122,7 +122,7 @@ fn a_dispatch_is_what_the_dispatcher_says_and_not_what_the_environment_does() ->
 }
 
 #[test]
-fn only_the_gateways_user_begins_and_ends_dispatches() -> Result<()> {
+fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can act for another user");
         return Ok(());
@@ -152,7 +152,7 @@ fn only_the_gateways_user_begins_and_ends_dispatches() -> Result<()> {
 }
 
 #[test]
-fn calls_that_the_output_has_and_no_hook_told_of_are_a_gap() -> Result<()> {
+fn calls_reported_by_no_hook_are_recorded_as_gap() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin(ADA)?;
     home.end(ADA, &call)?;

@@ -23,7 +23,7 @@ use svc::host::audit::protocol::{Message, Process};
 
 const RECORD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An agent in a session of its own. Unless its name starts with `terminal`, it runs for a dispatch of that name.
+/// An agent in a separate session. Unless its name starts with `terminal`, it runs for a dispatch of that name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Agent(pub &'static str);
 
@@ -223,9 +223,9 @@ impl Home {
 
     /// In a separate user namespace, which has its own kernel limits.
     fn watcher_command(&self) -> Command {
-        let Some(most) = self.max_watches else { return self.command(&["svc-watch"]) };
+        let Some(max) = self.max_watches else { return self.command(&["svc-watch"]) };
         let script = format!(
-            "echo {most} >/proc/sys/user/max_inotify_watches && exec {} svc-watch",
+            "echo {max} >/proc/sys/user/max_inotify_watches && exec {} svc-watch",
             env!("CARGO_BIN_EXE_svc")
         );
         self.isolated_command("unshare", &["--user", "--map-root-user", "sh", "-c", &script])
@@ -239,7 +239,7 @@ impl Home {
     }
 
     /// Runs the hook as an agent's program does, and checks its output and exit code. Returns its duration. The hook
-    /// waits for the watcher's answer, unless the home is `is_hasty`.
+    /// waits for the watcher's response, unless the home is `is_hasty`.
     pub fn hook_with(&self, agent: Agent, text: &[u8]) -> Result<Duration> {
         let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
         fs::write(&input, text)?;

@@ -8,7 +8,7 @@ use svc::host::audit::protocol::{Message, SeenCalls};
 
 use super::home::{ADA, BOB, Home, short};
 
-/// Maximum duration of a hook without an answer: its own limit plus process startup on a busy machine.
+/// Maximum duration of a hook without a response: its own limit plus process startup on a busy machine.
 const LIMIT: Duration = Duration::from_millis(600);
 
 #[test]
@@ -37,7 +37,7 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
 }
 
 #[test]
-fn hook_returns_when_the_socket_does_not_answer() -> Result<()> {
+fn hook_returns_when_socket_does_not_respond() -> Result<()> {
     let mut home = Home::new()?;
     home.with_program(ADA, |_| Ok(()))?;
     home.is_hasty = true;
@@ -71,7 +71,7 @@ fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
 /// Wherever the watcher is killed, a call is recorded or covered by a gap, and the next call is recorded.
 #[test]
 fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
-    for point in svc::host::audit::watcher::POINTS {
+    for point in svc::host::audit::watcher::FAILPOINTS {
         // At the beginning of a call, and at its end.
         for looks in 0..2 {
             let mut home = Home::with_failpoints(&format!("{point}={looks}*off->return(kill)"))?;

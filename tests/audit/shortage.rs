@@ -15,13 +15,13 @@ const QUEUE: &str = "/proc/sys/fs/inotify/max_queued_events";
 fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     let home = Home::new()?;
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
-    let most: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
-    if most > 100_000 {
-        kit::skip::record(format_args!("the kernel queues {most} events, too many to make here"));
+    let max_events: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
+    if max_events > 100_000 {
+        kit::skip::record(format_args!("the kernel queues {max_events} events, too many to make here"));
         return Ok(());
     }
     // Creates, writes and closes each file in a watched folder.
-    let files = most / 2;
+    let files = max_events / 2;
     home.entries()?;
     let before = home.states()?;
     let call = home.begin(ADA)?;

@@ -112,7 +112,7 @@ fn url_encoded(value: &str) -> String {
 }
 
 #[test]
-fn a_secret_is_seen_in_every_form_and_shape() {
+fn detector_finds_secret_in_every_encoding() {
     let mut detector = Detector::default();
     let secret = "a/planted+secret==";
     detector.plant("planted", secret);

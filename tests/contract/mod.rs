@@ -118,7 +118,7 @@ impl Contract {
             return;
         };
         let own = kinds.get(media_type).or_else(|| kinds.get("*/*"));
-        // A browser may get a page instead, and a file has a media type of its own.
+        // A browser may get a page instead, and a file has its own media type.
         let other = matches!(media_type, "text/html") || kinds.contains_key("application/octet-stream");
         assert!(own.is_some() || other, "undocumented media type: {}", context());
         if let Some(schema) = own.map(|own| &own["schema"]).filter(|schema| schema.is_object()) {

@@ -153,9 +153,9 @@ pub async fn assert_refuses_wrong_calls(side: &impl Side, operation: &Operation)
 async fn methods(side: &impl Side, operation: &Operation) {
     let large = "x".repeat(side.max_body_bytes(operation) + 1);
     let path = side.path(operation);
-    let answer = send(side, side.bare(operation, Method::PATCH, &path).body(large)).await;
-    answer.assert_problem(405, "method_not_allowed");
-    let allow = answer.headers["allow"].to_str().unwrap();
+    let response = send(side, side.bare(operation, Method::PATCH, &path).body(large)).await;
+    response.assert_problem(405, "method_not_allowed");
+    let allow = response.headers["allow"].to_str().unwrap();
     assert!(allow.split(',').any(|method| method.trim() == operation.method.as_str()), "{path}: {allow}");
 }
 
@@ -177,9 +177,9 @@ async fn credentials(side: &impl Side, operation: &Operation) {
         return;
     }
     for WrongCredential { what, request, status, code } in side.wrong_credentials(operation) {
-        let answer = send(side, request.body("{")).await;
-        let got = (answer.status, answer.body["code"].as_str());
-        assert_eq!(got, (status, Some(code)), "{} by {what}: {answer:?}", operation.id);
+        let response = send(side, request.body("{")).await;
+        let got = (response.status, response.body["code"].as_str());
+        assert_eq!(got, (status, Some(code)), "{} by {what}: {response:?}", operation.id);
     }
 }
 
@@ -201,17 +201,21 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
         constants.map(|(name, of)| (name.clone(), of["const"].clone())).collect();
     let required = schema["required"].as_array().into_iter().flatten().map(|name| name.as_str().unwrap());
     for name in required.filter(|name| !constants.contains_key(*name)) {
-        let answer = send(side, call(&constants.clone().into())).await;
-        answer.assert_problem(400, "invalid_request");
-        assert!(answer.names(&format!("/{name}")), "{}: the absence of {name} is not reported", operation.id);
+        let response = send(side, call(&constants.clone().into())).await;
+        response.assert_problem(400, "invalid_request");
+        assert!(
+            response.names(&format!("/{name}")),
+            "{}: the absence of {name} is not reported",
+            operation.id
+        );
     }
     let whole = valid_body(side, operation, schema);
     // A body sent by a host may have additional members at every level.
     let is_extensible = schema["additionalProperties"].is_null();
     for level in levels(schema, &whole).into_iter().filter(|_| !is_extensible) {
-        let answer = send(side, call(&level.body)).await;
-        answer.assert_problem(400, "invalid_request");
-        assert_eq!(answer.takes_instead_of(&level.pointer), level.known, "{}", operation.id);
+        let response = send(side, call(&level.body)).await;
+        response.assert_problem(400, "invalid_request");
+        assert_eq!(response.takes_instead_of(&level.pointer), level.known, "{}", operation.id);
     }
     let mut differ = Vec::new();
     for mut probe in probes(schema, &whole) {
@@ -225,11 +229,11 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
             // Another error is always present, so that the request has no effect.
             probe.body["zz"] = json!(1);
         }
-        let answer = send(side, call(&probe.body)).await;
-        if answer.status != 400 || answer.names(&probe.pointer) == is_valid {
+        let response = send(side, call(&probe.body)).await;
+        if response.status != 400 || response.names(&probe.pointer) == is_valid {
             let value = probe.value.to_string().chars().take(80).collect::<String>();
             let at = probe.pointer;
-            let named = answer.pointers();
+            let named = response.pointers();
             differ
                 .push(format!("{at} = {value}: valid by {} is {is_valid}; reported {named:?}", probe.schema));
         }
@@ -249,22 +253,22 @@ async fn queries(side: &impl Side, operation: &Operation) {
         let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
         side.known(operation, &format!("{}?{query}", side.path(operation)))
     };
-    let answer = send(side, request_with(&[("zz", "1")])).await;
-    answer.assert_problem(400, "invalid_request");
+    let response = send(side, request_with(&[("zz", "1")])).await;
+    response.assert_problem(400, "invalid_request");
     let others = side.allows_unknown_query(operation);
     if others {
-        assert!(!answer.names("?zz"), "{answer:?}");
+        assert!(!response.names("?zz"), "{response:?}");
     } else {
-        let said: BTreeSet<String> = parameters.iter().map(|one| one.name.to_owned()).collect();
-        assert_eq!(answer.takes_instead_of("?zz"), said, "{}", operation.id);
+        let declared: BTreeSet<String> = parameters.iter().map(|one| one.name.to_owned()).collect();
+        assert_eq!(response.takes_instead_of("?zz"), declared, "{}", operation.id);
     }
     let mut differ = Vec::new();
     for Parameter { name, location, schema, .. } in parameters {
         let schema = schema();
         assert_eq!(
-            answer.names(&format!("?{name}")),
+            response.names(&format!("?{name}")),
             *location == ParameterLocation::RequiredQuery,
-            "{name}: {answer:?}"
+            "{name}: {response:?}"
         );
         send(side, request_with(&[(name, "1"), (name, "1")])).await.assert_problem(400, "invalid_request");
         for text in strings() {
@@ -274,9 +278,9 @@ async fn queries(side: &impl Side, operation: &Operation) {
                 _ => json!(text),
             };
             let is_valid = is_valid(side.contract(), &schema, &value);
-            let answer = send(side, request_with(&[(name, &text), ("zz", "1")])).await;
-            let refused = answer.status == 400 && answer.names(&format!("?{name}"));
-            if refused == is_valid || (answer.status != 400 && !others) {
+            let response = send(side, request_with(&[(name, &text), ("zz", "1")])).await;
+            let refused = response.status == 400 && response.names(&format!("?{name}"));
+            if refused == is_valid || (response.status != 400 && !others) {
                 let text = text.chars().take(80).collect::<String>();
                 differ.push(format!("?{name}={text:?}: valid by {schema} is {is_valid}"));
             }

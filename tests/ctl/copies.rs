@@ -14,7 +14,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use super::svcctl;
-use crate::platform::stack::{BUCKET, Guest, Process, SECRET, Stack, beat_of, registration};
+use crate::platform::stack::{BUCKET, Guest, Process, SECRET, Stack, heartbeat_of, registration};
 
 const USER: &str = "user_1";
 const HANDLE: &str = "h-user-1";
@@ -36,7 +36,7 @@ impl Operator {
             ("DELETE_GRACE_SECONDS", "86400"),
         ];
         let settings: Vec<_> = fast.iter().chain(settings).copied().collect();
-        let process = stack.platform_with(&settings);
+        let process = stack.start_platform_with(&settings);
         Self { stack, process, epochs: Mutex::default() }
     }
 
@@ -63,7 +63,7 @@ impl Operator {
         loop {
             for server in self.stack.provider.servers() {
                 if server.status == Power::Running {
-                    self.send_heartbeat(&Guest::of(&server)).await;
+                    self.send_heartbeat(&Guest::from_server(&server)).await;
                 }
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -75,12 +75,12 @@ impl Operator {
         if matches!(record["status"].as_str(), Some("provisioning" | "recovering")) {
             self.stack.register(&self.process, guest).await;
         }
-        let mut beat = beat_of(guest);
+        let mut beat = heartbeat_of(guest);
         if let Some(epoch) = self.epochs.lock().unwrap().get(&guest.machine) {
             beat["epoch"] = epoch.clone();
         }
-        if let Some(answer) = self.stack.try_beat(&self.process.base, guest, &beat).await {
-            let epoch = answer["epoch"].clone();
+        if let Some(response) = self.stack.try_send_heartbeat(&self.process.base, guest, &beat).await {
+            let epoch = response["epoch"].clone();
             if epoch.is_u64() {
                 self.epochs.lock().unwrap().insert(guest.machine.clone(), epoch);
             }
@@ -89,19 +89,20 @@ impl Operator {
 
     /// Starts a machine; no host responds at its address.
     async fn start_machine(&self) -> Guest {
-        self.stack.running(&self.process, USER).await
+        self.stack.start_machine(&self.process, USER).await
     }
 
     /// Starts a machine whose host responds to every internal call with `status`.
     async fn start_machine_with_host(&self, status: StatusCode) -> (Guest, FakeHost) {
         let provisioned = self.stack.provision(&self.process, USER).await;
-        let guest = self.stack.guest(&self.process, provisioned["machineId"].as_str().unwrap()).await;
+        let guest =
+            self.stack.wait_for_guest(&self.process, provisioned["machineId"].as_str().unwrap()).await;
         let server = self.stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
         let identity = tls::self_signed(&["host".to_owned()]).unwrap();
         let mut body = registration(&guest.machine, 1);
         body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
-        let answer = self.stack.register_as(&self.process, &guest.registration_token, &body).await;
-        assert_eq!(answer.status, 200, "{answer:?}");
+        let response = self.stack.register_as(&self.process, &guest.registration_token, &body).await;
+        assert_eq!(response.status, 200, "{response:?}");
         let listener = TcpListener::bind((server.ipv4, self.stack.provider.https_port())).await.unwrap();
         let stop = CancellationToken::new();
         let router = axum::Router::new().fallback(move || async move { status });
@@ -159,10 +160,13 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
     );
 
     // The host is unreachable, so data written since the machine registered exists only on its server.
-    let answer = operator.json(&["delete", HANDLE, "--yes"]).await;
-    assert!(answer["undeletableUntil"].is_string() && answer["newestSnapshotSource"] == "store", "{answer}");
-    let operation = answer["operationId"].as_str().unwrap();
-    operator.stack.ended(&operator.process, operation).await;
+    let response = operator.json(&["delete", HANDLE, "--yes"]).await;
+    assert!(
+        response["undeletableUntil"].is_string() && response["newestSnapshotSource"] == "store",
+        "{response}"
+    );
+    let operation = response["operationId"].as_str().unwrap();
+    operator.stack.wait_until_ended(&operator.process, operation).await;
     let unsaved = format!("of changes that no snapshot has; kept until `svcctl discard {id} --accept-loss`");
     assert_contains(
         &operator.run(0, &["status", id]).await,
@@ -197,7 +201,7 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_without_backup_asks_and_abandon_keeps_old_machine() {
+async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.snapshot(USER);
@@ -206,7 +210,7 @@ async fn recovery_without_backup_asks_and_abandon_keeps_old_machine() {
         &output,
         &[
             "the recovery waits for your decision",
-            "the host answers 500",
+            "the host returned 500",
             "svcctl operation continue",
             "svcctl operation abandon",
         ],
@@ -221,7 +225,7 @@ async fn recovery_without_backup_asks_and_abandon_keeps_old_machine() {
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let output = operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
-    assert_contains(&output, &["the recovery waits for your decision", "the last backup is retried"]);
+    assert_contains(&output, &["the recovery waits for your decision", "the final backup is retried"]);
     // With `--json`, the question is part of the failure, and the exit code says that the operation has not ended.
     let output = operator.run(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let failure: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
@@ -265,7 +269,7 @@ async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_asks_which_snapshot_after_an_outage_session() {
+async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     let operator = Operator::start(&[]).await;
     let (guest, newer) = lose_server_after_outage(&operator).await;
     assert_contains(&operator.run(0, &["status", HANDLE]).await, &["newer one", &newer]);
@@ -289,7 +293,7 @@ async fn recovery_asks_which_snapshot_after_an_outage_session() {
     let output = operator.run(0, &["operation", &operation]).await;
     assert_contains(
         &output,
-        &["the newest copy is the snapshot of 2026-01-02T04:00:15.000Z", "the new machine begins with"],
+        &["the newest copy is the snapshot of 2026-01-02T04:00:15.000Z", "the new machine is restored from"],
     );
     let server = operator.stack.provider.servers().pop().unwrap();
     assert!(server.user_data.contains(&newer), "{}", server.user_data);
@@ -306,7 +310,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
     operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
-    // Nothing has changed, so the recovery asks again.
+    // Nothing has changed, so the recovery waits again.
     operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
     operator.run(0, &["operation", "continue", &operation, "--accept-loss", "--wait=60"]).await;
     assert_contains(&operator.run(0, &["operation", &operation]).await, &[&newer, "is not restored"]);
@@ -316,7 +320,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
         &["status       running", "unrestored", "2026-01-02 04:00:15 UTC", &format!("--snapshot {newer}`")],
     );
 
-    // The new machine is lost before its first backup: a recovery asks again about the snapshot.
+    // The new machine is lost before its first backup: a recovery waits for a snapshot choice again.
     let server = operator.stack.provider.servers().pop().unwrap();
     operator.stack.provider.vanish_server(&server.name).await.unwrap();
     let output = operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
@@ -324,7 +328,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_during_recovery_names_both_machines_and_asks() {
+async fn deletion_during_recovery_names_both_and_waits() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     let old = guest.machine.as_str();
@@ -345,7 +349,7 @@ async fn deletion_during_recovery_names_both_machines_and_asks() {
         &output,
         &[
             "the deletion waits for your decision",
-            &format!("No last backup of {old}"),
+            &format!("No final backup of {old}"),
             "the deletion is undone",
         ],
     );
@@ -382,7 +386,7 @@ async fn failed_recovery_names_machine_that_has_the_slot() {
     operator.stack.snapshot(USER);
     let recovery =
         operator.json(&["recover", USER, "--server-type", "cpx32", "--location", "hel1", "--yes"]).await;
-    let new = operator.stack.guest(&operator.process, recovery["machineId"].as_str().unwrap()).await;
+    let new = operator.stack.wait_for_guest(&operator.process, recovery["machineId"].as_str().unwrap()).await;
     let record = operator.stack.get(&operator.process, &format!("/vps/{}", new.machine)).await.body;
     assert_eq!((&record["serverType"], &record["location"]), (&json!("cpx32"), &json!("hel1")));
     let path = format!("/vps/{}/boot-failure", new.machine);

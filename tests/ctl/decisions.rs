@@ -80,7 +80,7 @@ async fn options_and_decisions_reach_the_platform() {
 }
 
 #[tokio::test]
-async fn accept_takes_a_slot_and_names_its_machine() {
+async fn accept_resolves_slot_to_its_machine() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let mut waiting = operation("recover", "waiting", &[]);
     waiting["question"] = json!({"code": "last_backup_held_back", "detail": "Held back."});
@@ -93,9 +93,9 @@ async fn accept_takes_a_slot_and_names_its_machine() {
     .await;
     let output = platform.svcctl(&["backup", "accept", "user_1/second", "--yes"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains(&format!("the host of machine {OLD}")), "{said}");
-    assert!(said.contains(&format!("`svcctl operation continue {OPERATION}` goes ahead")), "{said}");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains(&format!("the host of machine {OLD}")), "{text}");
+    assert!(text.contains(&format!("`svcctl operation continue {OPERATION}` goes ahead")), "{text}");
     let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
     assert_eq!(lines[0], "GET /vps?idpUserId=user_1&slot=second HTTP/1.1");
     assert_eq!(lines[2], format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));
@@ -126,9 +126,9 @@ async fn undelete_names_a_server_that_is_being_deleted() {
     let platform = Platform::start([page, Reply::Json(200, deleted), none()]).await;
     let output = platform.svcctl(&["undelete", "ada"]).await;
     assert_eq!(output.status.code(), Some(65));
-    let said = stderr(&output);
-    assert!(said.contains(&format!("the server of machine {MACHINE} is being deleted")), "{said}");
-    assert!(said.contains("svcctl operation abandon") && !said.contains("no kept server"), "{said}");
+    let text = stderr(&output);
+    assert!(text.contains(&format!("the server of machine {MACHINE} is being deleted")), "{text}");
+    assert!(text.contains("svcctl operation abandon") && !text.contains("no kept server"), "{text}");
 }
 
 #[tokio::test]
@@ -164,22 +164,22 @@ async fn discard_names_server_and_operation() {
     let mut again = replaced.clone();
     again["operationId"] = OPERATION.into();
     again["alreadyOrdered"] = true.into();
-    for (answer, looks, note) in
+    for (response, looks, note) in
         [(replaced.clone(), vec![replaced.clone(), filed], false), (again, vec![], true)]
     {
-        let replies = [replaced.clone(), answer].into_iter().chain(looks);
+        let replies = [replaced.clone(), response].into_iter().chain(looks);
         let platform = Platform::start(replies.map(|reply| Reply::Json(200, reply))).await;
         let output = platform.svcctl(&["discard", MACHINE, "--yes"]).await;
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{}", stderr(&output));
         for part in [
             "server     4711: being deleted, with its disk",
             &format!("operation  {OPERATION}"),
             "status     replaced",
         ] {
-            assert!(said.contains(part), "{part}: {said}");
+            assert!(text.contains(part), "{part}: {text}");
         }
-        assert_eq!(said.contains("was already requested; nothing was changed"), note, "{said}");
+        assert_eq!(text.contains("was already requested; nothing was changed"), note, "{text}");
     }
 }
 
@@ -203,10 +203,14 @@ async fn power_off_reports_progress_and_repeated_requests() {
     ])
     .await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
-    let said = stderr(&output);
-    assert!(output.status.success(), "{said}");
-    assert_eq!(said.lines().next(), Some(&*format!("machine {MACHINE} is being powered off")), "{said}");
-    assert!(said.ends_with(&format!("machine {MACHINE} is powered off\n")), "{said}");
+    let printed = stderr(&output);
+    assert!(output.status.success(), "{printed}");
+    assert_eq!(
+        printed.lines().next(),
+        Some(&*format!("machine {MACHINE} is being powered off")),
+        "{printed}"
+    );
+    assert!(printed.ends_with(&format!("machine {MACHINE} is powered off\n")), "{printed}");
 
     // Also for a failed machine: there is nothing to wait for.
     off["status"] = "failed".into();
@@ -217,8 +221,11 @@ async fn power_off_reports_progress_and_repeated_requests() {
     assert_eq!(stderr(&output), "note: it had already been powered off; nothing was changed\n");
     let platform = Platform::start([Reply::Json(200, off), reply(Value::Null)]).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes"]).await;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("status     off\n") && said.contains("had already been powered off"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        printed.contains("status     off\n") && printed.contains("had already been powered off"),
+        "{printed}"
+    );
 }
 
 #[tokio::test]
@@ -239,20 +246,21 @@ async fn undelete_reports_that_the_machine_is_being_restored() {
     };
     let platform = Platform::start([reply(false)]).await;
     let output = platform.svcctl(&["undelete", MACHINE]).await;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("being reinstated: it serves with its next healthy heartbeat"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(printed.contains("being reinstated: it serves with its next healthy heartbeat"), "{printed}");
     for again in [false, true] {
         let replies = [reply(again), at("failed", "running"), at("running", "succeeded")];
         let platform = Platform::start(replies).await;
         let output = platform.svcctl(&["undelete", MACHINE, "--wait"]).await;
-        let said = stderr(&output);
-        assert!(output.status.success(), "{said}");
+        let printed = stderr(&output);
+        assert!(output.status.success(), "{printed}");
         assert!(
-            said.contains(&format!("machine {MACHINE} is being reinstated\nmachine {MACHINE} is running\n")),
-            "{said}"
+            printed
+                .contains(&format!("machine {MACHINE} is being reinstated\nmachine {MACHINE} is running\n")),
+            "{printed}"
         );
-        assert!(!said.contains("is failed"), "{said}");
-        assert_eq!(said.starts_with("note: the deletion had already been undone"), again, "{said}");
+        assert!(!printed.contains("is failed"), "{printed}");
+        assert_eq!(printed.starts_with("note: the deletion had already been undone"), again, "{printed}");
     }
 }
 
@@ -282,27 +290,27 @@ async fn abandon_waits_for_the_machine_to_serve_again() {
     ];
     let platform = Platform::start(replies).await;
     let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
-    let said = format!("{}{}", stderr(&output), String::from_utf8_lossy(&output.stdout));
-    assert!(output.status.success(), "{said}");
-    assert!(said.starts_with(&format!("machine {OLD} is being reinstated\n")), "{said}");
-    assert!(said.contains(&format!("machine {OLD} is running\n")), "{said}");
+    let text = format!("{}{}", stderr(&output), String::from_utf8_lossy(&output.stdout));
+    assert!(output.status.success(), "{text}");
+    assert!(text.starts_with(&format!("machine {OLD} is being reinstated\n")), "{text}");
+    assert!(text.contains(&format!("machine {OLD} is running\n")), "{text}");
 
     // No machine gets the slot: the operation has ended, so there is nothing to wait for.
     let mut alone = record("failed", Some(operation("provision", "failed", &[])));
     alone["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": []});
-    let made = |state: &str| Reply::Json(200, operation("provision", state, &[]));
+    let provisioned = |state: &str| Reply::Json(200, operation("provision", state, &[]));
     let alone = || Reply::Json(200, alone.clone());
-    let platform = Platform::start([made("running"), alone(), made("failed"), alone()]).await;
+    let platform = Platform::start([provisioned("running"), alone(), provisioned("failed"), alone()]).await;
     let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success() && said.starts_with("provision  failed"), "{said}{}", stderr(&output));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && text.starts_with("provision  failed"), "{text}{}", stderr(&output));
 }
 
 #[tokio::test]
 async fn wait_ends_with_the_question_of_a_waiting_operation() {
     let mut waiting = operation("delete", "waiting", &[]);
     waiting["question"] =
-        json!({"code": "last_backup_missing", "detail": "No last backup: its disk is full."});
+        json!({"code": "last_backup_missing", "detail": "No final backup: its disk is full."});
     let platform = Platform::start([
         Reply::Json(200, record("running", None)),
         accepted(),
@@ -311,8 +319,8 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
     .await;
     let output = platform.svcctl(&["delete", MACHINE, "--yes", "--wait"]).await;
     assert_eq!(output.status.code(), Some(75));
-    let said = stderr(&output);
-    let again = format!("next: either `svcctl operation continue {OPERATION}`: the last backup is retried");
+    let text = stderr(&output);
+    let again = format!("next: either `svcctl operation continue {OPERATION}`: the final backup is retried");
     for part in [
         "the deletion waits for your decision",
         "its disk is full",
@@ -320,7 +328,7 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
         "or `svcctl operation continue",
         "the deletion is undone",
     ] {
-        assert!(said.contains(part), "{part}: {said}");
+        assert!(text.contains(part), "{part}: {text}");
     }
 }
 
@@ -339,9 +347,9 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
     let polls = [restoring(50), restoring(420), restoring(440), restoring(990), at("gateway", 1000)];
     let platform = Platform::start([accepted()].into_iter().chain(polls).chain([done])).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
-    let said = stderr(&output);
-    assert!(output.status.success(), "{said}");
-    let lines: Vec<_> = said.lines().filter(|line| line.contains("downloaded")).map(str::trim).collect();
+    let text = stderr(&output);
+    assert!(output.status.success(), "{text}");
+    let lines: Vec<_> = text.lines().filter(|line| line.contains("downloaded")).map(str::trim).collect();
     assert_eq!(
         lines,
         ["boot: restore 42 %, 420 B of 1000 B downloaded", "boot: restore 99 %, 990 B of 1000 B downloaded"]
@@ -360,17 +368,17 @@ async fn hanging_platform_is_distinguished_from_unreachable_one() {
     });
     let env = [("PLATFORM_PUBLIC_URL", base.as_str()), ("PLATFORM_SECRET", SECRET)];
     let output = svcctl(&["list", "--timeout", "1"], &env).await;
-    let said = stderr(&output);
-    assert_eq!(output.status.code(), Some(69), "{said}");
-    assert!(said.contains("did not respond within 1 s"), "{said}");
-    assert!(!said.contains("cannot be reached"), "{said}");
-    assert_eq!(said.matches("still waiting: ").count(), 4, "{said}");
-    assert!(said.contains("; attempt 2 of 5 in "), "{said}");
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(69), "{text}");
+    assert!(text.contains("did not respond within 1 s"), "{text}");
+    assert!(!text.contains("cannot be reached"), "{text}");
+    assert_eq!(text.matches("still waiting: ").count(), 4, "{text}");
+    assert!(text.contains("; attempt 2 of 5 in "), "{text}");
     held.abort();
 
     let gone = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];
-    let said = stderr(&svcctl(&["list"], &gone).await);
-    assert!(said.contains("cannot be reached") && said.contains("Check PLATFORM_PUBLIC_URL"), "{said}");
+    let text = stderr(&svcctl(&["list"], &gone).await);
+    assert!(text.contains("cannot be reached") && text.contains("Check PLATFORM_PUBLIC_URL"), "{text}");
 }
 
 fn issued(name: &str) -> Reply {
@@ -396,18 +404,19 @@ async fn operator_add_overwrites_no_token_and_loses_none_silently() {
         (output.status.code(), stderr(&output), platform.seen().len())
     };
     for (file, why) in [(&taken, "already exists"), (&missing, "does not exist")] {
-        let (code, said, sent) = add(file).await;
-        assert_eq!((code, sent), (Some(65), 0), "{said}");
-        assert!(said.contains(why) && said.contains("nothing was changed"), "{said}");
+        let (code, printed, sent) = add(file).await;
+        assert_eq!((code, sent), (Some(65), 0), "{printed}");
+        assert!(printed.contains(why) && printed.contains("nothing was changed"), "{printed}");
     }
     assert_eq!(std::fs::read_to_string(&taken).unwrap(), "svco_ada");
     assert!(!missing.parent().unwrap().exists());
 
-    let (code, said, sent) = add(&long).await;
-    assert_eq!((code, sent), (Some(69), 1), "{said}");
+    let (code, printed, sent) = add(&long).await;
+    assert_eq!((code, sent), (Some(69), 1), "{printed}");
     assert!(
-        said.contains("is lost") && said.contains("next: `svcctl operator rotate bob --token-file FILE`"),
-        "{said}"
+        printed.contains("is lost")
+            && printed.contains("next: `svcctl operator rotate bob --token-file FILE`"),
+        "{printed}"
     );
 
     let platform = Platform::start([issued("ada")]).await;
@@ -430,11 +439,11 @@ async fn audit_follow_survives_an_outage_of_the_platform() {
     let platform = Platform::start([page(&["a"])].into_iter().chain(lost).chain([page(&["b", "a"])])).await;
     // The script ends with a 500, which is not an outage.
     let output = platform.svcctl(&["--json", "audit", "--follow"]).await;
-    let (said, shown) = (stderr(&output), String::from_utf8_lossy(&output.stdout).into_owned());
-    assert_eq!(output.status.code(), Some(70), "{said}");
+    let (printed, shown) = (stderr(&output), String::from_utf8_lossy(&output.stdout).into_owned());
+    assert_eq!(output.status.code(), Some(70), "{printed}");
     assert_eq!(shown.matches("\"auditId\":\"a\"").count(), 1, "{shown}");
-    assert_eq!(shown.matches("\"auditId\":\"b\"").count(), 1, "{shown}: {said}");
-    assert_eq!(said.matches("still following: ").count(), 1, "{said}");
+    assert_eq!(shown.matches("\"auditId\":\"b\"").count(), 1, "{shown}: {printed}");
+    assert_eq!(printed.matches("still following: ").count(), 1, "{printed}");
 }
 
 #[tokio::test]
@@ -452,8 +461,8 @@ async fn interrupted_wait_says_that_the_operation_continues() {
     let pid = nix::unistd::Pid::from_raw(child.id().unwrap().cast_signed());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
     let output = child.wait_with_output().await.unwrap();
-    let said = stderr(&output);
-    assert_eq!(output.status.signal(), Some(2), "{said}");
-    assert!(said.contains("the operation continues"), "{said}");
-    assert!(said.contains(&format!("next: `svcctl operation {OPERATION} --wait`")), "{said}");
+    let text = stderr(&output);
+    assert_eq!(output.status.signal(), Some(2), "{text}");
+    assert!(text.contains("the operation continues"), "{text}");
+    assert!(text.contains(&format!("next: `svcctl operation {OPERATION} --wait`")), "{text}");
 }

@@ -16,30 +16,30 @@ use tokio::process::Command;
 pub struct Report {
     pub code: Option<i32>,
     pub json: Value,
-    pub said: String,
+    pub text: String,
 }
 
 impl Report {
     fn levels(&self, check: &str) -> Vec<&str> {
-        self.of(check).filter_map(|finding| finding["level"].as_str()).collect()
+        self.findings_of(check).filter_map(|finding| finding["level"].as_str()).collect()
     }
 
-    pub fn of(&self, check: &str) -> impl Iterator<Item = &Value> {
-        let all = self.json["findings"].as_array().unwrap_or_else(|| panic!("{}", self.said));
+    pub fn findings_of(&self, check: &str) -> impl Iterator<Item = &Value> {
+        let all = self.json["findings"].as_array().unwrap_or_else(|| panic!("{}", self.text));
         all.iter().filter(move |finding| finding["check"] == check)
     }
 
     /// Asserts a finding of this level that contains `part`. Only warnings and problems have a next step.
     #[track_caller]
-    pub fn has(&self, check: &str, level: &str, part: &str) {
-        let found = self.of(check).any(|finding| {
+    pub fn expect(&self, check: &str, level: &str, part: &str) {
+        let found = self.findings_of(check).any(|finding| {
             let what = finding["what"].as_str().unwrap_or_default();
             let has_next_step = finding["next"].is_string() == matches!(level, "warning" | "problem");
             finding["level"] == level && what.contains(part) && has_next_step
         });
-        assert!(found, "no {level} of {check} with {part:?}: {}", self.said);
+        assert!(found, "no {level} of {check} with {part:?}: {}", self.text);
         let expected = if self.json["problems"] == 0 { 0 } else { 65 };
-        assert_eq!(self.code, Some(expected), "{}", self.said);
+        assert_eq!(self.code, Some(expected), "{}", self.text);
     }
 }
 
@@ -48,9 +48,9 @@ pub async fn report(svc: &Path, args: &[&str], env: &[(String, String)]) -> Repo
     command.arg("svcctl").args(args).arg("--json").env_clear().envs(env.iter().cloned());
     let output = command.kill_on_drop(true).output().await.unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let said = format!("{}{}", text(&output.stdout), text(&output.stderr));
-    let json = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"));
-    Report { code: output.status.code(), json, said }
+    let printed = format!("{}{}", text(&output.stdout), text(&output.stderr));
+    let json = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {printed}"));
+    Report { code: output.status.code(), json, text: printed }
 }
 
 /// A stack with one running machine.
@@ -62,7 +62,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    pub async fn up() -> Self {
+    pub async fn start() -> Self {
         let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
         kit::child::remove_on_exit(dir.path());
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
@@ -97,7 +97,7 @@ impl Fleet {
 
     async fn check_host(&self) -> Report {
         let report = report(&self.stack.svc, &["doctor"], &self.host_env()).await;
-        assert_eq!(report.json["subject"], "host", "{}", report.said);
+        assert_eq!(report.json["subject"], "host", "{}", report.text);
         self.assert_no_secret(&report);
         report
     }
@@ -150,7 +150,7 @@ impl Fleet {
             }
         }
         for secret in secrets.iter().filter(|secret| secret.len() > 7) {
-            assert!(!report.said.contains(secret), "a secret is printed: {}", report.said);
+            assert!(!report.text.contains(secret), "a secret is printed: {}", report.text);
         }
     }
 
@@ -189,7 +189,7 @@ fn set(text: &str, name: &str, value: &str) -> String {
     unset(text, name) + &svc::config::env_line(name, value)
 }
 
-/// Starts a server that answers every request with success and this `Date` header.
+/// Starts a server that responds to every request with success and this `Date` header.
 async fn server_with_date(date: &'static str) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -207,10 +207,10 @@ async fn server_with_date(date: &'static str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn doctor_finds_each_host_problem_and_names_the_remedy() {
-    let fleet = Fleet::up().await;
+    let fleet = Fleet::start().await;
     let host = "opt/svc/env/host.env";
     let healthy = fleet.check_host().await;
-    assert_eq!((healthy.code, &healthy.json["ok"]), (Some(0), &true.into()), "{}", healthy.said);
+    assert_eq!((healthy.code, &healthy.json["ok"]), (Some(0), &true.into()), "{}", healthy.text);
     for check in [
         "configuration",
         "env-files",
@@ -224,72 +224,72 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         "clock",
         "store",
     ] {
-        assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.said);
+        assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.text);
     }
-    healthy.has("backup", "warning", "no backup on this machine yet");
-    healthy.has("units", "skipped", "systemd does not run here");
-    healthy.has("ports", "skipped", "shares its network");
+    healthy.expect("backup", "warning", "no backup on this machine yet");
+    healthy.expect("units", "skipped", "systemd does not run here");
+    healthy.expect("ports", "skipped", "shares its network");
 
     // The text output contains the findings, too.
     let mut command = Command::new(&fleet.stack.svc);
     let output =
         command.args(["svcctl", "doctor"]).env_clear().envs(fleet.host_env()).output().await.unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("ok       database") && said.contains("host: "), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(printed.contains("ok       database") && printed.contains("host: "), "{printed}");
 
     fs::set_permissions(fleet.disk.join(host), fs::Permissions::from_mode(0o644)).unwrap();
-    fleet.check_host().await.has("env-files", "problem", "mode 0644");
+    fleet.check_host().await.expect("env-files", "problem", "mode 0644");
     fs::set_permissions(fleet.disk.join(host), fs::Permissions::from_mode(0o600)).unwrap();
     let users = "svc-gateway:x:64999:64999::/:/usr/sbin/nologin\nroot:x:0:0::/root:/bin/sh\n";
     fs::create_dir_all(fleet.disk.join("etc")).unwrap();
     let wrong_owner = fleet.check_with("etc/passwd", |_| Some(users.to_owned())).await;
-    wrong_owner.has("env-files", "problem", "not to svc-gateway");
+    wrong_owner.expect("env-files", "problem", "not to svc-gateway");
 
     let incomplete = fleet.check_with(host, |text| Some(unset(text, "SVC_EPOCH"))).await;
-    incomplete.has("configuration", "problem", "SVC_EPOCH");
+    incomplete.expect("configuration", "problem", "SVC_EPOCH");
     let elsewhere = "postgres://svc:a-password-of-theirs@192.0.2.7/svc?connect_timeout=1";
     let remote = fleet.check_with(host, |text| Some(set(text, "DATABASE_URL", elsewhere))).await;
-    remote.has("database", "problem", "on 192.0.2.7, not on this machine");
-    assert!(!remote.said.contains("a-password-of-theirs"), "{}", remote.said);
+    remote.expect("database", "problem", "on 192.0.2.7, not on this machine");
+    assert!(!remote.text.contains("a-password-of-theirs"), "{}", remote.text);
 
     let unreachable =
         fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
-    unreachable.has("platform", "problem", "cannot be reached");
-    unreachable.has("clock", "skipped", "cannot be reached");
-    unreachable.has("configuration", "problem", "update.env and host.env differ");
+    unreachable.expect("platform", "problem", "cannot be reached");
+    unreachable.expect("clock", "skipped", "cannot be reached");
+    unreachable.expect("configuration", "problem", "update.env and host.env differ");
     let url = server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
     let ahead = fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", &url))).await;
-    ahead.has("clock", "problem", "ahead of the platform's");
+    ahead.expect("clock", "problem", "ahead of the platform's");
 
     let other = svc::http::tls::self_signed(&["other.test".to_owned()]).unwrap();
     let (cert, key) = (other.cert_pem.clone(), other.key_pem.clone());
     let original = fs::read_to_string(fleet.disk.join("var/lib/svc/tls/cert.pem")).unwrap();
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), cert).unwrap();
     let mismatched = fleet.check_with("var/lib/svc/tls/key.pem", |_| Some(key)).await;
-    mismatched.has("tls-key", "problem", "differs from the registered one");
+    mismatched.expect("tls-key", "problem", "differs from the registered one");
     // The running gateway still uses the old key, which does not match the pin of the new one.
-    mismatched.has("gateway", "problem", "not ready");
+    mismatched.expect("gateway", "problem", "not ready");
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), original).unwrap();
     let unregistered = fleet.check_with("var/lib/svc/register.json", |_| None).await;
-    unregistered.has("tls-key", "problem", "has not registered");
+    unregistered.expect("tls-key", "problem", "has not registered");
 
     let closed = fleet.check_with("opt/svc/restore-complete", |_| None).await;
-    closed.has("gate", "problem", "shut");
+    closed.expect("gate", "problem", "shut");
     let current = fleet.disk.join("opt/svc/current");
     let target = fs::read_link(&current).unwrap();
     fs::remove_file(&current).unwrap();
-    fleet.check_host().await.has("release", "problem", "names no release");
+    fleet.check_host().await.expect("release", "problem", "names no release");
     std::os::unix::fs::symlink(target, &current).unwrap();
-    // With systemd, a release needs client tools of its own: only root can use those in the container.
+    // With systemd, a release needs its own client tools: only root can use those in the container.
     let systemd = fleet.disk.join("run/systemd/system");
     fs::create_dir_all(&systemd).unwrap();
-    fleet.check_host().await.has("release", "problem", "no PostgreSQL client tools");
+    fleet.check_host().await.expect("release", "problem", "no PostgreSQL client tools");
     fs::remove_dir(&systemd).unwrap();
 
-    healthy.has("update", "ok", "none on this machine yet");
+    healthy.expect("update", "ok", "none on this machine yet");
     let state = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
     let quarantined = fleet.check_with("var/lib/svc/update/releases.json", |_| Some(state.to_owned())).await;
-    quarantined.has("update", "warning", "release story-2 is quarantined: the gateway was not ready");
+    quarantined.expect("update", "warning", "release story-2 is quarantined: the gateway was not ready");
     let outcome = |how: &str| {
         format!(
             r#"{{"version":"story-2","outcome":"{how}","stage":"health","error":"not ready","at":"2026-01-01T00:00:00.000Z"}}"#
@@ -297,12 +297,12 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     let last = "var/lib/svc/update/last.json";
     let rolled_back = fleet.check_with(last, |_| Some(outcome("rolled_back"))).await;
-    rolled_back.has("update", "warning", "ended rolled_back at health: not ready");
-    fleet.check_with(last, |_| Some(outcome("failed"))).await.has("update", "problem", "ended failed");
+    rolled_back.expect("update", "warning", "ended rolled_back at health: not ready");
+    fleet.check_with(last, |_| Some(outcome("failed"))).await.expect("update", "problem", "ended failed");
 
-    let static_credentials =
+    let static_keys =
         fleet.check_with("opt/svc/env/r2.env", |text| Some(unset(text, "AWS_CREDENTIAL_EXPIRATION"))).await;
-    static_credentials.has("store", "warning", "every slot");
+    static_keys.expect("store", "warning", "every slot");
     // An expired session is renewed on its next use; it is a problem only if the last renewal was long ago.
     let file = fleet.disk.join("var/lib/svc/store-credentials.json");
     let is_stored = async || anyhow::Ok(fs::metadata(&file).map(drop)?);
@@ -320,15 +320,15 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         let expired = fleet
             .check_with("opt/svc/env/r2.env", |text| Some(set(text, "AWS_CREDENTIAL_EXPIRATION", ended)))
             .await;
-        expired.has("store", level, what);
+        expired.expect("store", level, what);
     }
     fs::write(&file, stored).unwrap();
     fleet.stack.store.fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
     fleet.stack.store.fault(Rule::new(Fault::Status(403)).query("list-type=2").always());
-    fleet.check_host().await.has("store", "problem", "");
+    fleet.check_host().await.expect("store", "problem", "");
     fleet.stack.store.heal();
     fleet.stack.store.down();
-    fleet.check_host().await.has("store", "problem", "");
+    fleet.check_host().await.expect("store", "problem", "");
     fleet.stack.store.up().unwrap();
 
     let backup = |status: &str, key: &str| {
@@ -340,17 +340,18 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     // The agent must not report these results: the platform would mistake one for the backup requested below.
     fleet.stack.provider.stop_service(&fleet.server(), "svc-sync-agent").await.unwrap();
     let last = "var/lib/svc/last-backup.json";
-    fleet.check_with(last, |_| Some(backup("success", old))).await.has("backup", "problem", "min old");
-    fleet.check_with(last, |_| Some(backup("error", ""))).await.has("backup", "problem", "the store refused");
+    fleet.check_with(last, |_| Some(backup("success", old))).await.expect("backup", "problem", "min old");
+    let failed = fleet.check_with(last, |_| Some(backup("error", ""))).await;
+    failed.expect("backup", "problem", "the store refused");
     fleet.stack.provider.run_unit(&fleet.server(), "svc-sync-agent", &[]).await.unwrap();
     let run = fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap();
     run.success().unwrap();
-    fleet.check_host().await.has("backup", "ok", "0 min old");
+    fleet.check_host().await.expect("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
-    fleet.check_host().await.has("gateway", "problem", "not ready");
+    fleet.check_host().await.expect("gateway", "problem", "not ready");
     // This check comes late, because a gateway or an agent that finds this file exits.
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
-    replaced.has("platform", "problem", "has replaced this one");
+    replaced.expect("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
     let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
@@ -361,16 +362,16 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     kit::story::eventually("the database ends", Duration::from_secs(60), ended).await.unwrap();
     let stopped = fleet.check_host().await;
-    stopped.has("database", "problem", "connect to the database");
-    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.said);
+    stopped.expect("database", "problem", "connect to the database");
+    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.text);
     fleet.stack.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
-    let fleet = Fleet::up().await;
+    let fleet = Fleet::start().await;
     let healthy = fleet.check_platform(&[], &[]).await;
-    assert_eq!(healthy.code, Some(0), "{}", healthy.said);
+    assert_eq!(healthy.code, Some(0), "{}", healthy.text);
     for check in [
         "configuration",
         "database",
@@ -381,9 +382,9 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         "platform",
         "fleet",
     ] {
-        assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.said);
+        assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.text);
     }
-    healthy.has("tls", "skipped", "no listener");
+    healthy.expect("tls", "skipped", "no listener");
     assert!(
         fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/").is_empty(),
         "a probe object remains"
@@ -406,42 +407,42 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
             &[],
         )
         .await;
-    assert!(!broken.said.contains("a-password-of-theirs"), "{}", broken.said);
-    broken.has("database", "problem", "");
-    broken.has("provider", "problem", "");
-    broken.has("identity-provider", "problem", "cannot fetch its keys");
-    broken.has("host-credentials", "problem", "STS");
-    broken.has("bundle", "problem", "not published");
-    broken.has("configuration", "warning", "provision is closed");
-    broken.has("configuration", "warning", "in clear text");
-    broken.has("platform", "problem", "cannot be reached");
-    broken.has("fleet", "skipped", "cannot be reached");
-    assert_eq!(broken.levels("store"), ["ok"], "{}", broken.said);
+    assert!(!broken.text.contains("a-password-of-theirs"), "{}", broken.text);
+    broken.expect("database", "problem", "");
+    broken.expect("provider", "problem", "");
+    broken.expect("identity-provider", "problem", "cannot fetch its keys");
+    broken.expect("host-credentials", "problem", "STS");
+    broken.expect("bundle", "problem", "not published");
+    broken.expect("configuration", "warning", "provision is closed");
+    broken.expect("configuration", "warning", "in clear text");
+    broken.expect("platform", "problem", "cannot be reached");
+    broken.expect("fleet", "skipped", "cannot be reached");
+    assert_eq!(broken.levels("store"), ["ok"], "{}", broken.text);
 
-    healthy.has("bundle", "warning", "no signed manifest");
+    healthy.expect("bundle", "warning", "no signed manifest");
     let key = SigningKey::read(&fleet.stack.signing_key).unwrap();
     fleet.publish(&key, "2126-01-02T03:04:05.000Z", None);
     assert_eq!(fleet.check_platform(&[], &[]).await.levels("bundle"), ["ok"]);
     let keyless = fleet.check_platform(&[("BUNDLE_PUBLIC_KEYS", "")], &[]).await;
-    keyless.has("bundle", "warning", "can never be updated by a rollout");
-    assert_eq!(keyless.levels("bundle"), ["warning"], "{}", keyless.said);
+    keyless.expect("bundle", "warning", "can never be updated by a rollout");
+    assert_eq!(keyless.levels("bundle"), ["warning"], "{}", keyless.text);
     fleet.publish(&key, "2026-01-02T03:04:05.000Z", None);
-    fleet.check_platform(&[], &[]).await.has("bundle", "problem", "expired at 2026-01-02");
+    fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "expired at 2026-01-02");
     fleet.publish(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
-    fleet.check_platform(&[], &[]).await.has("bundle", "problem", "for another archive");
+    fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "for another archive");
     let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
     fleet.publish(&SigningKey::from_pem(other.as_bytes()).unwrap(), "2126-01-02T03:04:05.000Z", None);
-    fleet.check_platform(&[], &[]).await.has("bundle", "problem", "none of the keys that are trusted");
+    fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "none of the keys that are trusted");
 
     let own =
         [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret-of-32-characters-x")];
     let own = fleet.check_platform(&own, &[]).await;
-    own.has("host-credentials", "warning", "static");
-    own.has("fleet", "problem", "does not accept this secret");
+    own.expect("host-credentials", "warning", "static");
+    own.expect("fleet", "problem", "does not accept this secret");
     let wrong = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
-    wrong.has("configuration", "problem", "PLATFORM_KEY");
-    wrong.has("configuration", "problem", "APP_HOST");
-    wrong.has("database", "skipped", "the configuration is wrong");
+    wrong.expect("configuration", "problem", "PLATFORM_KEY");
+    wrong.expect("configuration", "problem", "APP_HOST");
+    wrong.expect("database", "skipped", "the configuration is wrong");
 
     // The same settings come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");
@@ -451,12 +452,12 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
         let args = ["doctor", "platform", "--env-file", file.to_str().unwrap()];
         let read = report(&fleet.stack.svc, &args, &[]).await;
-        read.has("env-file", level, &format!("mode 0{mode:o}"));
-        assert_eq!(read.levels("database"), ["ok"], "{}", read.said);
+        read.expect("env-file", level, &format!("mode 0{mode:o}"));
+        assert_eq!(read.levels("database"), ["ok"], "{}", read.text);
     }
     let named = [("PLATFORM_ENV_FILE".to_owned(), file.display().to_string())];
     let named = report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
-    named.has("env-file", "ok", "mode 0640");
+    named.expect("env-file", "ok", "mode 0640");
 
     let (cert, key) = expired_certificate();
     let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));
@@ -466,25 +467,25 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         ("ROUTER_TLS_CERT_FILE", cert_file.to_str().unwrap()),
         ("ROUTER_TLS_KEY_FILE", key_file.to_str().unwrap()),
     ];
-    fleet.check_platform(&files, &[]).await.has("tls", "problem", "expires at 2020-01-02");
+    fleet.check_platform(&files, &[]).await.expect("tls", "problem", "expires at 2020-01-02");
 
     // With stale reads, the probe object is missing right after its put.
     fleet.stack.store.fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
-    fleet.check_platform(&[], &[]).await.has("store", "problem", "");
+    fleet.check_platform(&[], &[]).await.expect("store", "problem", "");
     fleet.stack.store.heal();
     fleet.stack.store.down();
     let down = fleet.check_platform(&[], &[]).await;
-    down.has("store", "problem", "");
-    down.has("platform", "problem", "store failing");
+    down.expect("store", "problem", "");
+    down.expect("platform", "problem", "store failing");
     fleet.stack.store.up().unwrap();
 
     let failed = ["fail", "ada", "--reason", "disk errors", "--yes"];
     fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();
     let attention = fleet.check_platform(&[], &[]).await;
-    attention.has("fleet", "warning", "ada (primary) is failed");
+    attention.expect("fleet", "warning", "ada (primary) is failed");
     let response = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
-    response.has("fleet", "warning", "ada (primary) is failed");
-    response.has("platform", "ok", "runs");
+    response.expect("fleet", "warning", "ada (primary) is failed");
+    response.expect("platform", "ok", "runs");
     fleet.stack.stop().await;
 }
 

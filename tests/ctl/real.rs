@@ -13,10 +13,10 @@ impl Operator {
     /// Runs `svcctl` and returns both of its output streams. It must exit with `code`.
     async fn run(&self, code: i32, args: &[&str]) -> String {
         let run = self.0.svcctl(args).await.unwrap();
-        let said = format!("{}{}", run.stderr, run.stdout);
-        assert_eq!(run.code, Some(code), "{args:?}: {said}");
-        assert!(!said.contains('\x1b'), "{args:?} is coloured without a terminal: {said:?}");
-        said
+        let text = format!("{}{}", run.stderr, run.stdout);
+        assert_eq!(run.code, Some(code), "{args:?}: {text}");
+        assert!(!text.contains('\x1b'), "{args:?} is coloured without a terminal: {text:?}");
+        text
     }
 
     async fn json(&self, args: &[&str]) -> Value {
@@ -26,9 +26,9 @@ impl Operator {
     }
 }
 
-fn has(said: &str, parts: &[&str]) {
+fn assert_contains(printed: &str, parts: &[&str]) {
     for part in parts {
-        assert!(said.contains(part), "no {part:?} in {said}");
+        assert!(printed.contains(part), "no {part:?} in {printed}");
     }
 }
 
@@ -40,24 +40,35 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
 
     // Each refusal names the next step; following the steps leads to a running machine.
-    has(&operator.run(0, &["list"]).await, &["no machines"]);
-    let said = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
-    has(&said, &["subscription_required", "next: `svcctl slot set"]);
-    has(&operator.run(0, &["slot", "set", "user_1", "--plan", "builder"]).await, &["builder", "active"]);
-    let said = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
-    has(&said, &["bundle_not_found", "next: `svcctl bundle publish"]);
+    assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
+    let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
+    assert_contains(&printed, &["subscription_required", "next: `svcctl slot set"]);
+    assert_contains(
+        &operator.run(0, &["slot", "set", "user_1", "--plan", "builder"]).await,
+        &["builder", "active"],
+    );
+    let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
+    assert_contains(&printed, &["bundle_not_found", "next: `svcctl bundle publish"]);
     let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
     let out = built.dir.to_str().unwrap();
-    has(&operator.run(0, &["bundle", "publish", out, "--image-version", "story-1"]).await, &["published"]);
-    has(&operator.run(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
+    assert_contains(
+        &operator.run(0, &["bundle", "publish", out, "--image-version", "story-1"]).await,
+        &["published"],
+    );
+    assert_contains(&operator.run(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
 
-    let said = operator.run(0, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    let printed = operator.run(0, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
     let stages =
         ["database", "bundle", "restore", "gateway", "register"].map(|stage| format!("boot: {stage}"));
-    let at: Vec<_> =
-        stages.iter().map(|stage| said.find(stage).unwrap_or_else(|| panic!("{stage}: {said}"))).collect();
-    assert!(at.is_sorted(), "{said}");
-    has(&said, &["create_server  done", "await_registration  succeeded", "status       running"]);
+    let at: Vec<_> = stages
+        .iter()
+        .map(|stage| printed.find(stage).unwrap_or_else(|| panic!("{stage}: {printed}")))
+        .collect();
+    assert!(at.is_sorted(), "{printed}");
+    assert_contains(
+        &printed,
+        &["create_server  done", "await_registration  succeeded", "status       running"],
+    );
     // The first heartbeat arrives shortly after the registration.
     let heartbeat_listed = async || {
         let listed = operator.run(0, &["list", "--status", "running"]).await;
@@ -67,25 +78,31 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let listed = kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heartbeat_listed)
         .await
         .unwrap();
-    has(&listed, &["ada", "user_1", "cpx22", "ago"]);
-    has(&operator.run(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
+    assert_contains(&listed, &["ada", "user_1", "cpx22", "ago"]);
+    assert_contains(
+        &operator.run(0, &["status", "ada"]).await,
+        &["gateway ok, database ok", "boot ", "register 0."],
+    );
 
-    has(&operator.run(0, &["backup", "list", "ada"]).await, &["no backups"]);
-    has(&operator.run(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
-    has(&operator.run(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
+    assert_contains(&operator.run(0, &["backup", "list", "ada"]).await, &["no backups"]);
+    assert_contains(
+        &operator.run(0, &["backup", "now", "ada", "--wait=120"]).await,
+        &["system/db/snapshots/", "KiB"],
+    );
+    assert_contains(&operator.run(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
     verify_and_download_snapshot(&operator, dir.path()).await;
-    has(
+    assert_contains(
         &operator.run(0, &["backup", "drill", "ada", "--wait=120"]).await,
         &["drill   success", "key     system/db"],
     );
     damaged_snapshot_fails_its_drill(&operator).await;
 
-    let said = operator.run(77, &["resize", "ada", "cpx52", "--yes"]).await;
-    has(&said, &["server_type_not_allowed", "next: "]);
-    has(&operator.run(64, &["resize", "ada", "cpx32"]).await, &["--yes"]);
-    let said = operator.run(0, &["resize", "ada", "cpx32", "--yes", "--wait=200"]).await;
-    has(&said, &["change_type  done", "type         cpx32", "status       running"]);
-    assert!(!said.contains("boot: "), "an earlier boot is shown: {said}");
+    let printed = operator.run(77, &["resize", "ada", "cpx52", "--yes"]).await;
+    assert_contains(&printed, &["server_type_not_allowed", "next: "]);
+    assert_contains(&operator.run(64, &["resize", "ada", "cpx32"]).await, &["--yes"]);
+    let printed = operator.run(0, &["resize", "ada", "cpx32", "--yes", "--wait=200"]).await;
+    assert_contains(&printed, &["change_type  done", "type         cpx32", "status       running"]);
+    assert!(!printed.contains("boot: "), "an earlier boot is shown: {printed}");
 
     let fleet = operator.json(&["fleet"]).await;
     assert_eq!(
@@ -96,30 +113,39 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let keys = operator.json(&["bundle", "keys"]).await;
     assert_eq!((&keys["keys"][0]["trusting"], &keys["notReporting"]), (&1.into(), &0.into()), "{keys}");
     let id = keys["keys"][0]["keyId"].as_str().unwrap();
-    has(&operator.run(0, &["bundle", "keys"]).await, &["NOT TRUSTED BY", id, "yes"]);
-    let said = operator.run(0, &["fail", "ada", "--reason", "disk errors", "--yes"]).await;
-    has(&said, &["status       failed", "disk errors", "svcctl recover user_1"]);
-    has(&operator.run(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);
-    let said = operator.run(65, &["backup", "now", "ada"]).await;
-    has(&said, &["invalid_state", "this needs running", "next: "]);
+    assert_contains(&operator.run(0, &["bundle", "keys"]).await, &["NOT TRUSTED BY", id, "yes"]);
+    let printed = operator.run(0, &["fail", "ada", "--reason", "disk errors", "--yes"]).await;
+    assert_contains(&printed, &["status       failed", "disk errors", "svcctl recover user_1"]);
+    assert_contains(&operator.run(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);
+    let printed = operator.run(65, &["backup", "now", "ada"]).await;
+    assert_contains(&printed, &["invalid_state", "this needs running", "next: "]);
 
-    let said = operator.run(0, &["recover", "user_1", "--yes", "--wait=220"]).await;
-    has(&said, &["boot: restore", "epoch        2", "status       running"]);
+    let printed = operator.run(0, &["recover", "user_1", "--yes", "--wait=220"]).await;
+    assert_contains(&printed, &["boot: restore", "epoch        2", "status       running"]);
     let machine = operator.json(&["status", "ada"]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap();
-    has(&operator.run(0, &["operation", operation]).await, &["recover  succeeded", "fence  done"]);
+    assert_contains(
+        &operator.run(0, &["operation", operation]).await,
+        &["recover  succeeded", "fence  done"],
+    );
     let old = machine["copies"]["kept"][0]["machineId"].as_str().unwrap();
     let kept = format!("of replaced machine {old}: kept until ");
-    has(&operator.run(0, &["status", "ada"]).await, &["live server", &kept, "snapshot ", "at risk "]);
-    has(
+    assert_contains(
+        &operator.run(0, &["status", "ada"]).await,
+        &["live server", &kept, "snapshot ", "at risk "],
+    );
+    assert_contains(
         &operator.run(0, &["discard", old, "--yes"]).await,
         &["status     replaced", "being deleted, with its disk"],
     );
-    let said = operator.run(0, &["delete", "ada", "--yes", "--wait=120"]).await;
-    has(&said, &["last_backup  done", "power_off_server  done", "status       deleted", "`svcctl undelete "]);
-    has(&operator.run(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
-    let said = operator.run(65, &["status", "ada"]).await;
-    has(&said, &["ada has no active machine", "svcctl list --deleted --handle ada"]);
+    let printed = operator.run(0, &["delete", "ada", "--yes", "--wait=120"]).await;
+    assert_contains(
+        &printed,
+        &["last_backup  done", "power_off_server  done", "status       deleted", "`svcctl undelete "],
+    );
+    assert_contains(&operator.run(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
+    let printed = operator.run(65, &["status", "ada"]).await;
+    assert_contains(&printed, &["ada has no active machine", "svcctl list --deleted --handle ada"]);
     operator.0.stop().await;
 }
 
@@ -135,10 +161,16 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
     operator.run(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
     let broken = [("FAILPOINTS", "restore.begin=return(error)")];
     operator.0.provider.set_next_server_env(&broken).unwrap();
-    let said = operator.run(69, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
-    has(&said, &["boot: restore", "boot_reported at restore", "injected failure at restore.begin", "next: "]);
-    let said = operator.run(0, &["status", "ada"]).await;
-    has(&said, &["boot_reported at restore", "injected failure at restore.begin", "at restore", "next "]);
+    let printed = operator.run(69, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    assert_contains(
+        &printed,
+        &["boot: restore", "boot_reported at restore", "injected failure at restore.begin", "next: "],
+    );
+    let printed = operator.run(0, &["status", "ada"]).await;
+    assert_contains(
+        &printed,
+        &["boot_reported at restore", "injected failure at restore.begin", "at restore", "next "],
+    );
     operator.0.stop().await;
 }
 
@@ -149,15 +181,15 @@ async fn damaged_snapshot_fails_its_drill(operator: &Operator) {
     let mut damaged = dump.clone();
     damaged[100] ^= 1;
     operator.0.store.write(kit::story::BUCKET, &object, damaged);
-    let said = operator.run(65, &["backup", "drill", "ada", "--wait=120"]).await;
-    has(&said, &["drill   error", "SHA-256", "next: `svcctl backup now"]);
+    let printed = operator.run(65, &["backup", "drill", "ada", "--wait=120"]).await;
+    assert_contains(&printed, &["drill   error", "SHA-256", "next: `svcctl backup now"]);
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
 /// Verifies and downloads a snapshot, resumes a download, and detects a damaged object.
 async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let whole = ["system/db/snapshots/", "size and SHA-256 match the record"];
-    has(&operator.run(0, &["backup", "verify", "ada"]).await, &whole);
+    assert_contains(&operator.run(0, &["backup", "verify", "ada"]).await, &whole);
     let verified = operator.json(&["backup", "verify", "ada"]).await;
     let key = verified["key"].as_str().unwrap();
     let (_, name) = key.rsplit_once('/').unwrap();
@@ -169,10 +201,16 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     // An interrupted download.
     let partial = dir.join("ada.dump.partial");
     std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
-    has(&operator.run(0, &["backup", "download", "ada", name, "--output", into]).await, &["file", into]);
+    assert_contains(
+        &operator.run(0, &["backup", "download", "ada", name, "--output", into]).await,
+        &["file", into],
+    );
     assert!(std::fs::read(&file).unwrap() == dump && !partial.exists());
-    has(&operator.run(65, &["backup", "download", "ada", "--output", into]).await, &["already exists"]);
-    has(
+    assert_contains(
+        &operator.run(65, &["backup", "download", "ada", "--output", into]).await,
+        &["already exists"],
+    );
+    assert_contains(
         &operator.run(65, &["backup", "verify", "ada", "x.dump"]).await,
         &["no snapshot x.dump", "next: `svcctl backup list"],
     );
@@ -180,8 +218,8 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let mut damaged = dump.clone();
     damaged[100] ^= 1;
     operator.0.store.write(kit::story::BUCKET, &object, damaged);
-    let said = operator.run(65, &["backup", "verify", "ada", key]).await;
-    has(&said, &["does not match its record", "next: `svcctl backup now`"]);
+    let printed = operator.run(65, &["backup", "verify", "ada", key]).await;
+    assert_contains(&printed, &["does not match its record", "next: `svcctl backup now`"]);
     let other = dir.join("other.dump");
     operator.run(65, &["backup", "download", "ada", "--output", other.to_str().unwrap()]).await;
     assert!(!other.exists() && !dir.join("other.dump.partial").exists());

@@ -53,11 +53,11 @@ impl Fleet {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn release_is_verified_on_the_host_and_from_outside() {
-    let fleet = Fleet::up().await;
+    let fleet = Fleet::start().await;
     let without = fleet.verify_here(&[]).await;
-    without.has("shell", "problem", "503");
+    without.expect("shell", "problem", "503");
     for check in ["placeholder-host", "legacy-canvas", "canvas-gestures"] {
-        without.has(check, "skipped", "could not be read");
+        without.expect(check, "skipped", "could not be read");
     }
     let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
     shell.serve(&[]).await;
@@ -74,13 +74,13 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     let here = fleet.verify_here(&["--strict"]).await;
     let outside = fleet.verify_outside(&fleet.stack.owner()).await;
     for check in checks {
-        here.has(check, "ok", "");
-        outside.has(check, "ok", "");
+        here.expect(check, "ok", "");
+        outside.expect(check, "ok", "");
     }
-    here.has("vps-database", "ok", "this machine's own");
-    here.has("shell", "ok", "4 files");
-    here.has("bridge-schemas", "ok", "notes");
-    outside.has("vps-database", "skipped", "only on the host");
+    here.expect("vps-database", "ok", "this machine's own");
+    here.expect("shell", "ok", "4 files");
+    here.expect("bridge-schemas", "ok", "notes");
+    outside.expect("vps-database", "skipped", "only on the host");
     assert_eq!((here.code, outside.code), (Some(0), Some(0)));
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
@@ -90,7 +90,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names idp.example.com").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
-    fleet.verify_here(&[]).await.has("placeholder-host", "ok", "neither the page nor its chunks");
+    fleet.verify_here(&[]).await.expect("placeholder-host", "ok", "neither the page nor its chunks");
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
     here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js names api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
@@ -99,7 +99,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     here_and_outside(&fleet, "canvas-gestures", "window").await;
     shell.serve(&[("index.html", script)]).await;
     let unmarked = fleet.verify_here(&[]).await;
-    unmarked.has("canvas-gestures", "skipped", "verify it in a browser");
+    unmarked.expect("canvas-gestures", "skipped", "verify it in a browser");
     assert_eq!(unmarked.code, Some(0));
     assert_eq!(
         fleet.verify_here(&["--strict"]).await.code,
@@ -107,7 +107,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
         "--strict: a skipped check is a failure"
     );
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
-    here_and_outside(&fleet, "shell", "/assets/gone.js answers 404").await;
+    here_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
     shell.serve(&[]).await;
 
     // The settings do not show yet what the running gateway does.
@@ -117,29 +117,29 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     let kept = before.lines().filter(|line| !line.starts_with("DATABASE_URL="));
     fs::write(&settings, kept.fold(other, |text, line| text + line + "\n")).unwrap();
     let elsewhere = fleet.verify_here(&[]).await;
-    elsewhere.has("vps-database", "problem", "this machine's own database is on 127.0.0.1:1");
+    elsewhere.expect("vps-database", "problem", "this machine's own database is on 127.0.0.1:1");
     fs::write(&settings, before).unwrap();
 
     let stranger = fleet.verify_outside(&fleet.stack.session("user_other")).await;
-    stranger.has("shell", "problem", "503");
+    stranger.expect("shell", "problem", "503");
     let forged = fleet.verify_outside("not.a.token").await;
-    forged.has("gateway-health", "problem", "401");
+    forged.expect("gateway-health", "problem", "401");
 
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     let stopped = fleet.verify_here(&[]).await;
-    stopped.has("gateway-health", "problem", "");
-    stopped.has("vps-database", "problem", "does not say to which server");
-    stopped.has("icons", "problem", "");
+    stopped.expect("gateway-health", "problem", "");
+    stopped.expect("vps-database", "problem", "does not say to which server");
+    stopped.expect("icons", "problem", "");
     fleet.stack.stop().await;
 }
 
 async fn here_and_outside(fleet: &Fleet, check: &str, part: &str) {
-    fleet.verify_here(&[]).await.has(check, "problem", part);
-    fleet.verify_outside(&fleet.stack.owner()).await.has(check, "problem", part);
+    fleet.verify_here(&[]).await.expect(check, "problem", part);
+    fleet.verify_outside(&fleet.stack.owner()).await.expect(check, "problem", part);
 }
 
 #[tokio::test]
-async fn a_session_goes_to_nobody_in_the_clear_and_is_no_argument() {
+async fn session_is_never_sent_in_plaintext_or_as_an_argument() {
     let env = [("SVC_SESSION_TOKEN", "a.b.c")];
     let output = super::svcctl(&["verify-rollout", "--app-url", "http://app.example.com"], &env).await;
     assert_eq!(output.status.code(), Some(78), "{}", super::stderr(&output));

@@ -112,19 +112,19 @@ async fn delete_prompt_during_recovery_names_both_machines() {
     let platform = Platform::start([Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["delete", MACHINE], "no\n", &[]).await;
     assert_eq!(output.status.code(), Some(65));
-    let said = printed(&output);
+    let printed_text = printed(&output);
     for part in [
         "A recovery of user_1 (slot primary) is under way. This cancels it and deletes both of its machines",
         &format!("{MACHINE}, the new one, which has not served yet: its server is deleted"),
-        &format!("{OLD}, the old one: its host takes a last backup"),
+        &format!("{OLD}, the old one: its host takes a final backup"),
         &format!("`svcctl undelete {OLD}` restores it"),
         &format!(
             "To cancel only the recovery, so that machine {OLD} serves again: `svcctl operation abandon {OPERATION}`"
         ),
     ] {
-        assert!(said.contains(part), "{part}: {said}");
+        assert!(printed_text.contains(part), "{part}: {printed_text}");
     }
-    assert!(!said.contains(&format!("svcctl undelete {MACHINE}")), "{said}");
+    assert!(!printed_text.contains(&format!("svcctl undelete {MACHINE}")), "{printed_text}");
 }
 
 #[tokio::test]
@@ -135,8 +135,11 @@ async fn discard_prompt_names_the_data_that_would_be_lost() {
     let platform = Platform::start([Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["discard", MACHINE, "--accept-loss"], "no\n", &[]).await;
     assert_eq!(output.status.code(), Some(65));
-    let said = printed(&output);
-    assert!(said.contains("its server holds 43 min of changes that no snapshot has"), "{said}");
+    let printed_text = printed(&output);
+    assert!(
+        printed_text.contains("its server holds 43 min of changes that no snapshot has"),
+        "{printed_text}"
+    );
     assert_only_reads(&platform);
 }
 

@@ -41,9 +41,9 @@ impl Target {
         let (valid, mutations) = case;
         let bytes = mutate(valid.clone(), mutations);
         if bytes == *valid {
-            (self.accepts)(valid).map_err(TestCaseError::fail)?;
+            (self.check_valid)(valid).map_err(TestCaseError::fail)?;
         }
-        (self.holds)(&bytes).map_err(TestCaseError::fail)
+        (self.check_any)(&bytes).map_err(TestCaseError::fail)
     }
 
     /// # Errors
@@ -116,7 +116,7 @@ macro_rules! fuzzed {
 
         /// A target without tests would prove nothing.
         #[test]
-        fn every_target_is_played() {
+        fn every_fuzz_target_runs() {
             let names: Vec<_> = targets().iter().map(|target| target.name).collect();
             assert_eq!(names, [$($name),+]);
         }
@@ -158,7 +158,7 @@ fuzzed! {
 
 /// The page lists the parsers with rules; a missing row would suggest a parser without any.
 #[test]
-fn every_target_has_its_row() {
+fn every_fuzz_target_is_documented() {
     let page = include_str!("../../docs/security.md");
     let (_, section) = page.split_once("### Documents that a less trusted side writes").expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
@@ -171,11 +171,11 @@ fn every_target_has_its_row() {
 }
 
 #[test]
-fn what_once_broke_a_rule_breaks_none() -> Result<()> {
+fn regression_corpus_violates_no_rule() -> Result<()> {
     let mut broken = Vec::new();
     for target in targets() {
         for (path, bytes) in target.corpus()? {
-            broken.extend((target.holds)(&bytes).err().map(|rule| format!("{}: {rule}", path.display())));
+            broken.extend((target.check_any)(&bytes).err().map(|rule| format!("{}: {rule}", path.display())));
         }
     }
     ensure!(broken.is_empty(), "{}", broken.join("\n"));
@@ -201,14 +201,15 @@ fn runner_detects_parsers_that_violate_their_rules() {
     fn fine(_: &[u8]) -> Result<(), String> {
         Ok(())
     }
-    let of = |holds, accepts| Target { name: "broken", valid: valid(), holds, accepts, cases: 0 };
+    let of =
+        |check_any, check_valid| Target { name: "broken", valid: valid(), check_any, check_valid, cases: 0 };
     of(fine, fine).play(3000).unwrap();
-    for (what, target, said) in [
+    for (what, target, expected) in [
         ("a rule", of(leads_up, fine), "leads up"),
         ("a panic", of(panics, fine), "an index out of bounds"),
         ("a refusal", of(fine, refuses), "refused"),
     ] {
         let found = target.play(3000).expect_err(what);
-        assert!(found.contains(said) && found.contains("tests/corpus/broken"), "{what}: {found}");
+        assert!(found.contains(expected) && found.contains("tests/corpus/broken"), "{what}: {found}");
     }
 }

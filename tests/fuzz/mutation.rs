@@ -127,9 +127,9 @@ pub fn mutate(mut bytes: Vec<u8>, mutations: &[Mutation]) -> Vec<u8> {
 
 fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
     let length = bytes.len();
-    let piece = |at: &Index, most: u8| {
+    let piece = |at: &Index, max: u8| {
         let from = at.index(length.max(1)).min(length);
-        from..(from + usize::from(most)).min(length)
+        from..(from + usize::from(max)).min(length)
     };
     match mutation {
         Mutation::Flip { at, bit } if length > 0 => bytes[at.index(length)] ^= 1 << bit,

@@ -17,7 +17,7 @@ use super::Target;
 use crate::userdata::{Parts, document};
 
 pub fn user_data() -> Target {
-    Target { name: "user-data", valid: parts().boxed(), holds, accepts, cases: 60 }
+    Target { name: "user-data", valid: parts().boxed(), check_any, check_valid, cases: 60 }
 }
 
 /// Valid names, and arbitrary text where no format is specified.
@@ -48,7 +48,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
 
 /// The input is refused, or cloud-init parses the intended document: the files of every machine, and nothing that a
 /// value injected.
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(parts) = serde_json::from_slice::<Parts>(bytes) else { return Ok(()) };
     if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {
         return Ok(());
@@ -59,7 +59,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let parts: Parts = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let is_line = |text: &String| !text.chars().any(char::is_control);
     let lines = [&parts.session_token, &parts.issuer, &parts.bundle_sha256].into_iter().all(is_line);
@@ -156,7 +156,7 @@ impl Reader {
     fn read(&mut self, text: &str) -> Value {
         writeln!(self.to, "{}", json!(text)).expect("it listens");
         let mut line = String::new();
-        self.from.read_line(&mut line).expect("it answers");
+        self.from.read_line(&mut line).expect("it responds");
         serde_json::from_str(&line).expect("JSON")
     }
 }

@@ -11,7 +11,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, events, runner, until_recorded};
-use super::host::{Host, Machine, answer};
+use super::host::{Host, Machine, send_json};
 
 /// A program, fetched from npm unless present: about 400 MB.
 fn program(name: &str, package: &str) -> Result<PathBuf> {
@@ -116,7 +116,7 @@ fn machine(
 
 async fn dispatched(host: &Host, id: &str, track: &str) -> Result<Vec<(String, Value)>> {
     let body = json!({ "id": id, "prompt": format!("[[{track}]] do it"), "conversationId": "thread" });
-    let (status, text) = answer(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+    let (status, text) = send_json(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
     Ok(events(text.as_str().context("events")?))
 }
@@ -290,7 +290,7 @@ const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
 async fn run_codex(host: &Host, body: Value) -> Result<Value> {
     let id = body["id"].as_str().context("an id")?.to_owned();
-    let (status, text) = answer(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+    let (status, text) = send_json(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
     until_recorded(host, &id).await
 }
@@ -322,7 +322,7 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     // A run that is cancelled while it works.
     let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
     let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
-    ensure!(answer(request.json(&slow)).await?.0.is_success());
+    ensure!(send_json(request.json(&slow)).await?.0.is_success());
     // The last of four threads: its usage is written while its tool still runs.
     let sessions = host.machine.path("home/svc/.codex/sessions");
     host.until("usage is written", async || {
@@ -330,7 +330,7 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
         Ok(String::from_utf8_lossy(&counted.stdout).lines().count() == 4)
     })
     .await?;
-    answer(host.owner(Method::DELETE, "/api/dispatch/slow")).await?;
+    send_json(host.owner(Method::DELETE, "/api/dispatch/slow")).await?;
     let slow = until_recorded(&host, "slow").await?;
     assert_eq!((used(&slow), &slow["error"]["name"]), (calls(1), &json!("Cancelled")), "{slow}");
     assert_eq!((&slow["model"], &slow["cost"]), (&json!("gpt-5.5"), &json!(0.014)));

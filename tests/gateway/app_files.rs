@@ -23,7 +23,7 @@ async fn until_served(host: &Host, slug: &str) -> Result<()> {
 }
 
 #[tokio::test]
-async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> {
+async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("opt/svc/env/probe.env", "S3CRET")?;
     machine.write("opt/svc/env/index.html", "S3CRET")?;
@@ -55,8 +55,8 @@ async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> 
         "/apps/elsewhere/probe.env",
         "/icons/inside",
     ] {
-        let answer = host.owner(Method::GET, path).send().await?;
-        let text = answer.text().await?;
+        let response = host.owner(Method::GET, path).send().await?;
+        let text = response.text().await?;
         assert!(!text.contains("S3CRET"), "{path}: {text}");
     }
     let (_, apps) = host.get("/api/apps").await?;
@@ -69,7 +69,7 @@ async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> 
 
 /// An open(2) that waits for a writer would block the scan of all apps.
 #[tokio::test]
-async fn a_manifest_that_is_a_fifo_stops_no_other_app() -> Result<()> {
+async fn fifo_manifest_does_not_block_other_apps() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("home/svc/home/apps/bad/README.md", "")?;
     mkfifo(&machine.path("home/svc/home/apps/bad/svc.json"), Mode::S_IRWXU)?;

@@ -8,7 +8,7 @@ use kit::pg::test_database;
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, answer, unique};
+use super::host::{Host, Machine, send_json, unique};
 
 const CONFIG: &str = "home/svc/home/system/config.json";
 const QUERY: &str = "/api/bridge/query";
@@ -18,7 +18,7 @@ async fn by_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCode, Va
     let mut claims = host.machine.claims(Route::App);
     claims.app = Some(slug.to_owned());
     let proof = host.machine.signer.sign(&claims);
-    answer(host.bare(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
+    send_json(host.bare(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
 }
 
 /// A row of 20 KB that does not compress.
@@ -83,8 +83,8 @@ async fn app_at_its_quota_adds_no_rows() -> Result<()> {
     assert_eq!(by_app(&host, &other, &insert(&other)).await?.0, StatusCode::CREATED, "another app");
     host.data(&insert(&full)).await.context("the owner adds rows")?;
     let delete = json!({ "action": "delete", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "maxAffected": 1000 });
-    let (status, answer) = by_app(&host, &full, &delete).await?;
-    assert_eq!(status, StatusCode::OK, "{answer}");
+    let (status, response) = by_app(&host, &full, &delete).await?;
+    assert_eq!(status, StatusCode::OK, "{response}");
 
     host.machine.write(CONFIG, &quota(100_000_000))?;
     assert_eq!(
@@ -114,11 +114,11 @@ async fn with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64)
 
 /// Repeats the request until the quota refuses it. This takes less time than the interval between measurements.
 async fn until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
-    let began = std::time::Instant::now();
-    while began.elapsed() < Duration::from_secs(25) {
+    let started = std::time::Instant::now();
+    while started.elapsed() < Duration::from_secs(25) {
         match by_app(host, slug, body).await? {
             (StatusCode::INSUFFICIENT_STORAGE, _) => return Ok(()),
-            (status, answer) => assert_eq!(status, expected, "{answer}"),
+            (status, response) => assert_eq!(status, expected, "{response}"),
         }
     }
     anyhow::bail!("no request was refused")

@@ -6,7 +6,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, answer, host_with_app, manifest, unique};
+use super::host::{Host, Machine, host_with_app, manifest, send_json, unique};
 
 async fn app(host: &Host, slug: &str) -> Result<Value> {
     let (_, apps) = host.get("/api/apps").await?;
@@ -214,7 +214,7 @@ async fn token_of_a_removed_app_is_refused() -> Result<()> {
         let proof = host.machine.signer.sign(&claims);
         let body = json!({ "action": "count", "app": slug, "table": "t" });
         let request = host.bare(Method::POST, "/api/bridge/query").json(&body);
-        Ok(answer(request.header("x-svc-proof", proof)).await?.0)
+        Ok(send_json(request.header("x-svc-proof", proof)).await?.0)
     };
     assert_eq!(as_app().await?, StatusCode::OK);
     std::fs::remove_dir_all(host.machine.path(&format!("home/svc/home/apps/{slug}")))?;
@@ -234,7 +234,7 @@ async fn app_token_opens_only_its_own_pages() -> Result<()> {
         let mut claims = host.machine.claims(Route::App);
         claims.app = Some(slug.to_owned());
         let proof = host.machine.signer.sign(&claims);
-        Ok(answer(host.bare(Method::GET, "/apps/site/").header("x-svc-proof", proof)).await?.0)
+        Ok(send_json(host.bare(Method::GET, "/apps/site/").header("x-svc-proof", proof)).await?.0)
     };
     host.until("its own page", async || Ok(as_app("site").await? == StatusCode::OK)).await?;
     assert_eq!(as_app("other").await?, StatusCode::FORBIDDEN);

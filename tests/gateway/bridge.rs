@@ -6,7 +6,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, answer, unique};
+use super::host::{Host, Machine, send_json, unique};
 
 /// One column of every type.
 fn columns_of_every_type() -> Value {
@@ -48,8 +48,8 @@ impl App {
 
     /// Sends a query and returns its status and body.
     pub async fn query(&self, action: &str, more: Value) -> Result<(u16, Value)> {
-        let (status, answer) = self.host.query(&self.body(action, more)).await?;
-        Ok((status.as_u16(), answer))
+        let (status, response) = self.host.query(&self.body(action, more)).await?;
+        Ok((status.as_u16(), response))
     }
 
     /// Sends a query that must succeed, and returns its `data`.
@@ -94,9 +94,9 @@ async fn row_is_returned_as_written() -> Result<()> {
         "ref": "0192d1f0-0000-7000-8000-000000000001", "raw": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8gISIjJCUmJygpKissLS4vMDEyMzQ1Njc4OTo7PA=="
     });
     let insert = app.body("insert", json!({ "data": data }));
-    let (status, answer) = app.host.query(&insert).await?;
-    assert_eq!(status, StatusCode::CREATED, "{answer}");
-    let row = &answer["data"];
+    let (status, response) = app.host.query(&insert).await?;
+    assert_eq!(status, StatusCode::CREATED, "{response}");
+    let row = &response["data"];
     for (name, value) in data.as_object().expect("an object") {
         let expected = if name == "at" { json!("2026-01-02T01:04:05.678Z") } else { value.clone() };
         assert_eq!(row[name], expected, "{name}");
@@ -209,7 +209,7 @@ async fn pages_join_without_gap_or_duplicate() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_cursor_of_a_value_with_quotes_is_bound_like_any_value() -> Result<()> {
+async fn cursor_value_with_quotes_is_bound_as_parameter() -> Result<()> {
     let app = App::new().await?;
     for title in ["a", "b'; DROP TABLE things; --", "c\\", "d\"", "e"] {
         app.insert(json!({ "title": title })).await?;
@@ -243,7 +243,7 @@ async fn schemas_list_tables_and_columns() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_app_speaks_for_itself_alone() -> Result<()> {
+async fn app_cannot_act_for_another_app() -> Result<()> {
     let app = App::new().await?;
     let as_app = |slug: &str, method: Method, path: &str| {
         let mut claims = app.host.machine.claims(Route::App);
@@ -251,14 +251,15 @@ async fn an_app_speaks_for_itself_alone() -> Result<()> {
         app.host.bare(method, path).header("x-svc-proof", app.host.machine.signer.sign(&claims))
     };
     let insert = app.body("insert", json!({ "data": { "title": "mine" } }));
-    let (status, _) = answer(as_app(&app.slug, Method::POST, "/api/bridge/query").json(&insert)).await?;
+    let (status, _) = send_json(as_app(&app.slug, Method::POST, "/api/bridge/query").json(&insert)).await?;
     assert_eq!(status, StatusCode::CREATED);
-    let (status, problem) = answer(as_app("other", Method::POST, "/api/bridge/query").json(&insert)).await?;
+    let (status, problem) =
+        send_json(as_app("other", Method::POST, "/api/bridge/query").json(&insert)).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::FORBIDDEN, Some("forbidden")), "{problem}");
-    let (_, own) = answer(as_app(&app.slug, Method::GET, "/api/bridge/schemas")).await?;
+    let (_, own) = send_json(as_app(&app.slug, Method::GET, "/api/bridge/schemas")).await?;
     assert_eq!(own["data"].as_array().map(Vec::len), Some(1));
     for path in ["/api/apps", "/api/backups", "/", "/apps/other/"] {
-        let (status, _) = answer(as_app(&app.slug, Method::GET, path)).await?;
+        let (status, _) = send_json(as_app(&app.slug, Method::GET, path)).await?;
         assert_eq!(status, StatusCode::FORBIDDEN, "{path}");
     }
     Ok(())

@@ -16,7 +16,7 @@ fn detail(problem: &Value) -> String {
 }
 
 #[tokio::test]
-async fn a_short_number_cannot_make_a_long_answer() -> Result<()> {
+async fn short_number_cannot_expand_the_response() -> Result<()> {
     let (database, app) = (test_database().await?, unique("digits"));
     let tables = json!({ "t": { "columns": { "n": "numeric", "j": "jsonb" } } });
     let host = host_with_app(&database, &app, &tables).await?;
@@ -47,7 +47,7 @@ async fn a_short_number_cannot_make_a_long_answer() -> Result<()> {
 
 /// Only the owner's own SQL can create such a row.
 #[tokio::test]
-async fn a_row_that_is_too_large_is_found_by_fewer_columns() -> Result<()> {
+async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     let (database, app) = (test_database().await?, unique("large"));
     let tables = json!({ "t": { "columns": { "a": "text", "b": "text", "n": "integer" } } });
     let host = host_with_app(&database, &app, &tables).await?;

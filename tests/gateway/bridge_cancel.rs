@@ -37,9 +37,9 @@ async fn disconnect_during(app: &App, body: &Value) -> Result<()> {
     let sent = tokio::spawn(request.send());
     app.host.until("it runs", async || Ok(sessions(app, &admin, "active").await? == 1)).await?;
     sent.abort();
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     app.host.until("it is cancelled", async || Ok(sessions(app, &admin, "active").await? == 0)).await?;
-    assert!(began.elapsed() < Duration::from_secs(30), "cancelled before its end");
+    assert!(started.elapsed() < Duration::from_secs(30), "cancelled before its end");
     let open = sessions(app, &admin, "idle in transaction%").await?;
     assert_eq!(open, 0, "no transaction remains open");
     Ok(())
@@ -100,8 +100,8 @@ async fn disconnect_cancels_no_other_statement() -> Result<()> {
             gone.abort();
         };
         let (all, ()) = tokio::join!(futures_util::future::join_all(others), cut);
-        for answer in all {
-            answer?;
+        for response in all {
+            response?;
         }
     }
     assert_eq!(app.count().await?, 200);
@@ -109,7 +109,7 @@ async fn disconnect_cancels_no_other_statement() -> Result<()> {
 }
 
 #[tokio::test]
-async fn when_all_places_are_taken_others_are_told_to_come_again() -> Result<()> {
+async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     let body = app.body("insert", json!({ "data": { "size": -1 } }));
     let send = || tokio::spawn(app.host.owner(Method::POST, "/api/bridge/query").json(&body).send());

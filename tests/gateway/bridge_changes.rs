@@ -204,7 +204,7 @@ async fn expired_position_is_refused_as_gone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_app_hears_of_itself_alone_and_new_tables_are_heard_of() -> Result<()> {
+async fn app_receives_only_its_own_changes_and_new_tables() -> Result<()> {
     let app = App::new().await?;
     let other = super::host::unique("other");
     app.host.machine.app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
@@ -285,12 +285,12 @@ async fn outbox_of_a_restored_database_is_discarded() -> Result<()> {
 async fn idle_stream_has_heartbeats_and_ends_with_the_gateway() -> Result<()> {
     let mut app = App::new().await?;
     let mut events = Events::open(listening(&app.host, "", None)).await?;
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     let block = events.block().await?;
     assert!(block.starts_with(": heartbeat\nid: 1-") && !block.contains("data:"), "{block}");
-    assert!(began.elapsed() > Duration::from_secs(10));
+    assert!(started.elapsed() > Duration::from_secs(10));
     app.host.terminate()?;
-    assert!(app.host.ended().await?.success(), "an open stream must not delay the shutdown");
+    assert!(app.host.wait_for_exit().await?.success(), "an open stream must not delay the shutdown");
     Ok(())
 }
 

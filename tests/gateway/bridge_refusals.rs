@@ -8,7 +8,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, answer, host_with_app, unique};
+use super::host::{Host, Machine, host_with_app, send_json, unique};
 
 async fn notes() -> Result<(Host, String, TestDatabase)> {
     let (database, slug) = (test_database().await?, unique("notes"));
@@ -30,7 +30,7 @@ async fn checks_run_in_order() -> Result<()> {
     let (host, slug, _database) = notes().await?;
     let path = "/api/bridge/query";
     let code = async |request: reqwest::RequestBuilder| -> Result<(u16, String)> {
-        let (status, problem) = answer(request).await?;
+        let (status, problem) = send_json(request).await?;
         Ok((status.as_u16(), problem["code"].as_str().unwrap_or_default().to_owned()))
     };
     let is = |status: u16, code: &str| (status, code.to_owned());
@@ -61,7 +61,7 @@ async fn checks_run_in_order() -> Result<()> {
 }
 
 #[tokio::test]
-async fn names_that_try_to_be_sql_are_not_found_or_refused() -> Result<()> {
+async fn names_with_sql_are_rejected_or_not_found() -> Result<()> {
     let (host, slug, database) = notes().await?;
     let attack = "notes\"; DROP TABLE notes; --";
     let find = |more: Value| {
@@ -103,7 +103,7 @@ async fn names_that_try_to_be_sql_are_not_found_or_refused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_the_database_refuses_is_told_without_any_value() -> Result<()> {
+async fn database_error_response_quotes_no_value() -> Result<()> {
     let (host, slug, database) = notes().await?;
     let insert = |data: Value| json!({ "action": "insert", "app": slug, "table": "notes", "data": data });
     host.data(&insert(json!({ "title": "s3cret-value" }))).await?;
@@ -146,7 +146,7 @@ async fn what_the_database_refuses_is_told_without_any_value() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_statement_that_takes_too_long_is_ended() -> Result<()> {
+async fn slow_statement_is_cancelled() -> Result<()> {
     let (host, slug, database) = notes().await?;
     let mut admin = database.connect().await?;
     let lock = admin.transaction().await?;
@@ -209,7 +209,7 @@ async fn bridge_reports_database_outage_and_recovers() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_sizes_of_data_are_bounded_before_the_database() -> Result<()> {
+async fn data_size_is_limited_before_the_database() -> Result<()> {
     let (host, slug, _database) = notes().await?;
     let title = "x".repeat(900 * 1024);
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": title } });

@@ -29,7 +29,7 @@ async fn app_with_failing_inserts() -> Result<App> {
 }
 
 #[tokio::test]
-async fn every_sqlstate_has_its_status_and_none_its_words() -> Result<()> {
+async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
     let app = app_with_failing_inserts().await?;
     let cases = [
         ("23505", 409, "conflict", Some(false), false),
@@ -76,7 +76,7 @@ fn assert_nothing_logged(app: &App) {
 }
 
 #[tokio::test]
-async fn real_refusals_tell_no_value_either() -> Result<()> {
+async fn real_database_errors_quote_no_value() -> Result<()> {
     let app = app_with_failing_inserts().await?;
     let admin = app.database.connect().await?;
     let schema = app.schema();

@@ -9,8 +9,8 @@ const KEY: &str = "0192d1f0-0000-7000-8000-000000000001";
 
 async fn together(app: &App, operations: Value) -> Result<(u16, Value)> {
     let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
-    let (status, answer) = app.host.query(&body).await?;
-    Ok((status.as_u16(), answer))
+    let (status, response) = app.host.query(&body).await?;
+    Ok((status.as_u16(), response))
 }
 
 fn on(action: &str, more: Value) -> Value {
@@ -22,7 +22,7 @@ fn on(action: &str, more: Value) -> Value {
 }
 
 #[tokio::test]
-async fn every_action_returns_the_same_result_as_alone() -> Result<()> {
+async fn transaction_action_returns_same_result_as_single_request() -> Result<()> {
     let app = App::new().await?;
     let operations = json!([
         on("insert", json!({ "data": { "id": KEY, "title": "a" } })),
@@ -38,9 +38,9 @@ async fn every_action_returns_the_same_result_as_alone() -> Result<()> {
         on("delete", json!({ "filter": { "title": "c" }, "returning": true })),
         on("count", json!({})),
     ]);
-    let (status, answer) = together(&app, operations).await?;
-    assert_eq!(status, 200, "{answer}");
-    let results = &answer["data"];
+    let (status, response) = together(&app, operations).await?;
+    assert_eq!(status, 200, "{response}");
+    let results = &response["data"];
     assert_eq!(results.as_array().map(Vec::len), Some(9));
     assert_eq!(results[0]["data"]["title"], "a");
     assert_eq!(results[1]["data"][1]["title"], "c");
@@ -57,7 +57,7 @@ async fn every_action_returns_the_same_result_as_alone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn whatever_fails_nothing_is_done_and_the_operation_is_named() -> Result<()> {
+async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> {
     let app = App::new().await?;
     app.insert(json!({ "title": "there", "ref": KEY })).await?;
     let good = || on("insert", json!({ "data": { "title": "new" } }));
@@ -125,8 +125,8 @@ async fn single_requests_never_join_a_transaction() -> Result<()> {
         let transactions = (0..60).map(|n| {
             let app = &app;
             async move {
-                let (status, answer) = together(app, pair(n, n % 3 > 0)).await?;
-                anyhow::ensure!(status == if n % 3 > 0 { 200 } else { 400 }, "{status} {answer}");
+                let (status, response) = together(app, pair(n, n % 3 > 0)).await?;
+                anyhow::ensure!(status == if n % 3 > 0 { 200 } else { 400 }, "{status} {response}");
                 Ok(())
             }
         });

@@ -203,7 +203,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
 }
 
 #[tokio::test]
-async fn every_type_has_its_edges() -> Result<()> {
+async fn every_type_enforces_its_limits() -> Result<()> {
     let app = App::new().await?;
     let refused = [
         ("title", json!("a\u{0}b")),

@@ -27,14 +27,14 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
           "at": "2026-01-02T03:04:05Z", "ref": ABSENT },
         { "title": "e" }
     ]);
-    let (status, answer) = app.query("insertMany", json!({ "rows": rows })).await?;
-    assert_eq!(status, 201, "{answer}");
-    let made: Vec<_> = list(&answer["data"]).iter().map(|row| (&row["title"], &row["size"])).collect();
+    let (status, response) = app.query("insertMany", json!({ "rows": rows })).await?;
+    assert_eq!(status, 201, "{response}");
+    let made: Vec<_> = list(&response["data"]).iter().map(|row| (&row["title"], &row["size"])).collect();
     let expected = json!([["a", 1], ["b", 7], ["c", null], ["d", 7], ["e", 7]]);
     let expected: Vec<_> = list(&expected).iter().map(|pair| (&pair[0], &pair[1])).collect();
-    assert_eq!(made, expected, "{answer}");
-    assert_eq!(answer["data"][0]["price"], "1.50");
-    assert_eq!(answer["data"][3]["big"], "9223372036854775807");
+    assert_eq!(made, expected, "{response}");
+    assert_eq!(response["data"][0]["price"], "1.50");
+    assert_eq!(response["data"][3]["big"], "9223372036854775807");
     assert_eq!(app.count().await?, 5);
 
     let thousand: Vec<Value> = (0..1000).map(|n| json!({ "title": format!("n{n}"), "size": n })).collect();

@@ -224,7 +224,7 @@ async fn own_database() -> PgServer {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_document_is_whole_and_told_to_whoever_may_call_it() {
+async fn document_is_complete_and_served_to_permitted_callers() {
     let world = World::start(UNREACHABLE_DATABASE).await;
     contract::assert_document_is_valid(contract::gateway());
     for caller in ["owner", "app", "admin"] {
@@ -234,27 +234,27 @@ async fn the_document_is_whole_and_told_to_whoever_may_call_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_right_call_of_every_route_is_answered_as_described() {
+async fn valid_call_of_every_route_matches_its_description() {
     let database = test_database().await.unwrap();
     let world = World::with_app(&database.url()).await;
     let line = json!({ "timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "stage": "dump", "key": null,
         "sizeBytes": null, "sha256": null, "durationMs": 5, "error": "x" });
     world.host.machine.write("home/svc/home/system/logs/backup.jsonl", &format!("{line}\n")).unwrap();
     for operation in operations().filter(|operation| operation.id != "query") {
-        let answer = world.send(valid_call(&world, operation)).await;
-        assert!(answer.status < 400, "{}: {answer:?}", operation.id);
+        let response = world.send(valid_call(&world, operation)).await;
+        assert!(response.status < 400, "{}: {response:?}", operation.id);
     }
     let row = json!({ "action": "insert", "app": world.slug, "table": "notes", "data": { "id": ROW } });
     assert_eq!(world.send(world.query(&row)).await.status, 201);
     for schema in variants(&named("query").body.unwrap()()) {
         let body = valid_body(&world, named("query"), &schema);
-        let answer = world.send(world.query(&body)).await;
-        assert!(answer.status < 300, "{body}: {answer:?}");
+        let response = world.send(world.query(&body)).await;
+        assert!(response.status < 300, "{body}: {response:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_code_that_a_route_names_is_seen() {
+async fn every_documented_error_code_is_provoked() {
     let database = own_database().await;
     let world = World::with_app(&database.url("svc")).await;
     for operation in operations() {
@@ -302,8 +302,8 @@ async fn names(world: &World) {
         world.send(other).await.assert_problem(403, "forbidden");
     }
     for path in ["/api", "/api/x", "/api/bridge/query/x", "/_svc/internal/other"] {
-        let answer = world.send(world.host.bare(Method::GET, path)).await;
-        answer.assert_problem(401, "unauthorized");
+        let response = world.send(world.host.bare(Method::GET, path)).await;
+        response.assert_problem(401, "unauthorized");
     }
 }
 
@@ -462,12 +462,12 @@ async fn unverifiable(world: &World) {
 
 async fn without_database(world: &World, kept: &[&str]) {
     for operation in operations() {
-        let answer = world.send(valid_call(world, operation)).await;
+        let response = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
-            "ready" => assert_eq!(answer.status, 503),
-            id if needs && !kept.contains(&id) => answer.assert_problem(503, "database_unavailable"),
-            id => assert!(answer.status < 400, "{id}: {answer:?}"),
+            "ready" => assert_eq!(response.status, 503),
+            id if needs && !kept.contains(&id) => response.assert_problem(503, "database_unavailable"),
+            id => assert!(response.status < 400, "{id}: {response:?}"),
         }
     }
 }

@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::host::{Host, Machine, answer};
+use super::host::{Host, Machine, send_json};
 
 pub const UNREACHABLE_DATABASE: &str = "postgres://nobody@127.0.0.1:1/x";
 pub const CONFIG: &str = "home/svc/home/system/config.json";
@@ -100,7 +100,7 @@ pub fn machine(more: &Value) -> Result<(Machine, Runner)> {
 
 pub async fn request_dispatch(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
     let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
-    answer(request.json(&body)).await
+    send_json(request.json(&body)).await
 }
 
 /// The events of a finished stream.
@@ -115,7 +115,7 @@ pub fn events(text: &str) -> Vec<(String, Value)> {
 }
 
 pub async fn stream(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
-    let (status, text) = answer(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+    let (status, text) = send_json(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status == StatusCode::OK, "{status} {text}");
     Ok(events(text.as_str().context("events")?))
 }
@@ -213,14 +213,14 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     // A client that received the last event must not reconnect.
     let all = |from: &str| host.owner(Method::GET, "/api/dispatch/one/events").header("last-event-id", from);
-    let (_, text) = answer(all("")).await?;
+    let (_, text) = send_json(all("")).await?;
     let last = text.as_str().and_then(|text| text.rsplit_once("id: ")?.1.lines().next()).context("an id")?;
-    assert_eq!(answer(all(last)).await?.0, StatusCode::NO_CONTENT);
+    assert_eq!(send_json(all(last)).await?.0, StatusCode::NO_CONTENT);
     // After a restart it is read from its record.
     let host = host.restart()?;
     let (status, again) = request_dispatch(&host, body).await?;
     assert_eq!((status.as_u16(), &again["dispatches"][0]["interaction"]), (202, &recorded));
-    let (_, resumed) = answer(host.owner(Method::GET, "/api/dispatch/one/events")).await?;
+    let (_, resumed) = send_json(host.owner(Method::GET, "/api/dispatch/one/events")).await?;
     assert_eq!(kinds(&events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
     until_logged(&host, "dispatch one: coder runs for user_owner as process").await
 }
@@ -281,7 +281,7 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     // It is cancelled, but ignores the signal.
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
     let pid = until_running(&host, "sleeping.pid").await?;
-    let (status, _) = answer(host.owner(Method::DELETE, "/api/dispatch/s1")).await?;
+    let (status, _) = send_json(host.owner(Method::DELETE, "/api/dispatch/s1")).await?;
     assert_eq!(status, StatusCode::ACCEPTED);
     let shown = until_finished(&host, "s1").await?;
     let interaction = &shown["dispatches"][0]["interaction"];
@@ -313,14 +313,14 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     assert_eq!(usage["entries"][0]["dispatches"], 5);
     // A client that resumes with an event number of the earlier gateway still gets the end.
     let request = host.owner(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
-    let (_, again) = answer(request).await?;
+    let (_, again) = send_json(request).await?;
     assert_eq!(kinds(&events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
     Ok(())
 }
 
 /// Reservations count: a running dispatch reserves its expected cost.
 #[tokio::test]
-async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
+async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.3 },
         "dispatch": { "defaultAgent": "coder", "concurrency": 8 } });
     let (machine, _runner) = machine(&limits)?;
@@ -350,15 +350,15 @@ async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
         StatusCode::ACCEPTED
     );
     host.machine.write("home/svc/home/go", "")?;
-    let (_, held) = answer(host.owner(Method::GET, "/api/dispatch/held/events")).await?;
+    let (_, held) = send_json(host.owner(Method::GET, "/api/dispatch/held/events")).await?;
     let held = events(held.as_str().context("events")?);
     let warning = held.iter().find(|(kind, _)| kind == "warning").context("a warning")?;
     assert_eq!(warning.1["period"], "daily");
     until_logged(&host, "user_owner has spent").await?;
     // A limit that is set now counts earlier spending, and the log says so.
-    answer(host.owner(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 }))).await?;
-    let said = "the monthly cost limit is $100.00; what was spent in its period already counts: $";
-    until_logged(&host, said).await
+    send_json(host.owner(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 }))).await?;
+    let expected = "the monthly cost limit is $100.00; what was spent in its period already counts: $";
+    until_logged(&host, expected).await
 }
 
 #[tokio::test]
@@ -375,16 +375,16 @@ async fn tokens_are_priced_by_the_table() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_edge_under_many_at_once_holds() -> Result<()> {
+async fn cost_limit_holds_under_concurrent_dispatches() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 2, "reservation": 0.25 },
         "dispatch": { "defaultAgent": "coder", "concurrency": 64 } });
     let (machine, _runner) = machine(&limits)?;
     let host = machine.start()?;
     let requests = (0..64).map(|_| request_dispatch(&host, json!({ "prompt": "ok" })));
-    let answers = futures_util::future::join_all(requests).await;
+    let responses = futures_util::future::join_all(requests).await;
     let mut taken = Vec::new();
-    for answer in answers {
-        let (status, body) = answer?;
+    for response in responses {
+        let (status, body) = response?;
         match status.as_u16() {
             202 => taken.push(body["id"].as_str().context("an id")?.to_owned()),
             429 => assert_eq!(body["detail"], "Daily cost limit reached."),

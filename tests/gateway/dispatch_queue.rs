@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::dispatch::{
     events, kinds, machine, request_dispatch, stream, until_finished, until_recorded, until_running,
 };
-use super::host::answer;
+use super::host::send_json;
 
 /// A fake svc-watch that passes on the phase and dispatch of each message.
 fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
@@ -40,7 +40,7 @@ fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
 }
 
 #[tokio::test]
-async fn killed_gateways_dispatches_end_for_the_watcher() -> Result<()> {
+async fn watcher_ends_dispatches_of_a_killed_gateway() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let messages = fake_watcher(&machine.path("run/svc/watch/watch.sock"))?;
     let next = || messages.recv_timeout(Duration::from_secs(20)).context("a message");
@@ -78,7 +78,7 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
         statuses,
         [("b1", "queued"), ("a3", "queued"), ("a2", "queued"), ("a1", "queued"), ("first", "running")]
     );
-    answer(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
+    send_json(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
     assert_eq!(
         until_finished(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"],
         "Cancelled"
@@ -111,8 +111,8 @@ async fn repeated_or_abandoned_request_is_one_dispatch() -> Result<()> {
     host.until("it is ready", async || Ok(host.get("/api/dispatch").await?.0 == StatusCode::OK)).await?;
     // Eight concurrent requests with the same id.
     let body = || json!({ "prompt": "ok", "id": "same" });
-    for answer in futures_util::future::join_all((0..8).map(|_| request_dispatch(&host, body()))).await {
-        assert_eq!(answer?.0, StatusCode::ACCEPTED);
+    for response in futures_util::future::join_all((0..8).map(|_| request_dispatch(&host, body()))).await {
+        assert_eq!(response?.0, StatusCode::ACCEPTED);
     }
     until_finished(&host, "same").await?;
     // Callers that disconnect without waiting.
@@ -204,7 +204,7 @@ async fn batch_survives_restart_in_order() -> Result<()> {
     until_recorded(&host, "b.1").await?;
     let host = host.restart()?;
     host.machine.write("home/svc/home/go", "")?;
-    let (_, streamed) = answer(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
+    let (_, streamed) = send_json(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
     assert_eq!(kinds(&events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
     until_recorded(&host, "b.11").await?;
     for host in [host.restart()?] {

@@ -198,11 +198,11 @@ impl Host {
     }
 
     pub async fn get(&self, path: &str) -> Result<(StatusCode, Value)> {
-        answer(self.owner(Method::GET, path)).await
+        send_json(self.owner(Method::GET, path)).await
     }
 
     pub async fn query(&self, body: &Value) -> Result<(StatusCode, Value)> {
-        answer(self.owner(Method::POST, "/api/bridge/query").json(body)).await
+        send_json(self.owner(Method::POST, "/api/bridge/query").json(body)).await
     }
 
     /// Sends a query verbatim and returns the body as text, because its numbers may exceed a native type.
@@ -221,9 +221,9 @@ impl Host {
 
     /// Sends a query that must succeed, and returns its `data`.
     pub async fn data(&self, body: &Value) -> Result<Value> {
-        let (status, mut answer) = self.query(body).await?;
-        ensure!(status.is_success(), "{body}: {status} {answer}");
-        Ok(answer["data"].take())
+        let (status, mut response) = self.query(body).await?;
+        ensure!(status.is_success(), "{body}: {status} {response}");
+        Ok(response["data"].take())
     }
 
     pub async fn until_registered(&self, slug: &str) -> Result<()> {
@@ -254,9 +254,9 @@ impl Host {
         let mut stream = UnixStream::connect(self.socket())?;
         stream.set_read_timeout(Some(WAIT_TIMEOUT))?;
         stream.write_all(request.replace('\n', "\r\n").as_bytes())?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
+        let mut response = String::new();
+        stream.read_to_string(&mut response)?;
+        Ok(response)
     }
 
     pub fn socket(&self) -> PathBuf {
@@ -271,8 +271,8 @@ impl Host {
         self.child.signal(Signal::SIGTERM)
     }
 
-    pub async fn ended(&mut self) -> Result<ExitStatus> {
-        let status = self.child.ended(WAIT_TIMEOUT).await;
+    pub async fn wait_for_exit(&mut self) -> Result<ExitStatus> {
+        let status = self.child.wait_for_exit(WAIT_TIMEOUT).await;
         status.with_context(|| format!("timeout: the gateway still runs\n{}", self.log()))
     }
 
@@ -283,13 +283,13 @@ impl Host {
     }
 }
 
-pub async fn answer(request: RequestBuilder) -> Result<(StatusCode, Value)> {
+pub async fn send_json(request: RequestBuilder) -> Result<(StatusCode, Value)> {
     let (client, request) = request.build_split();
     let request = request?;
     let (method, path) = (request.method().clone(), request.url().path().to_owned());
     let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
     let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
-    let response = client.execute(request).await.context("the gateway answers")?;
+    let response = client.execute(request).await.context("the gateway responds")?;
     let (status, headers) = (response.status(), response.headers().clone());
     let text = response.text().await?;
     contract::gateway().check(&Exchange {

@@ -7,7 +7,7 @@ use serde_json::json;
 use svc::http::proof::{Claims, ProofKeys, Route};
 use svc::machine::id::MachineId;
 
-use super::host::{Host, Machine, USER, answer, signer};
+use super::host::{Host, Machine, USER, send_json, signer};
 
 const ADMIN: &str = "admin-secret-0123456789-0123456789";
 
@@ -20,12 +20,12 @@ async fn with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
 }
 
 #[tokio::test]
-async fn on_the_public_port_nothing_but_health_is_served_without_a_proof() -> Result<()> {
+async fn public_port_serves_only_health_without_proof() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     for path in
         ["/", "/api/apps", "/api/backups", "/api/bridge/schemas", "/api/canvas", "/apps/x/", "/icons/x", "/x"]
     {
-        let (status, problem) = answer(host.bare(Method::GET, path)).await?;
+        let (status, problem) = send_json(host.bare(Method::GET, path)).await?;
         assert_eq!(
             (status, problem["code"].as_str()),
             (StatusCode::UNAUTHORIZED, Some("unauthorized")),
@@ -43,7 +43,7 @@ async fn on_the_public_port_nothing_but_health_is_served_without_a_proof() -> Re
 }
 
 #[tokio::test]
-async fn only_a_fresh_proof_for_this_machine_and_its_owner_counts() -> Result<()> {
+async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let good = host.machine.claims(Route::Shell);
     assert_eq!(with_proof(&host, &good).await?, StatusCode::OK);
@@ -78,7 +78,7 @@ async fn only_a_fresh_proof_for_this_machine_and_its_owner_counts() -> Result<()
 }
 
 #[tokio::test]
-async fn nothing_that_a_client_writes_names_the_owner() -> Result<()> {
+async fn client_headers_cannot_set_the_owner() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let forged = host
         .bare(Method::GET, &format!("/api/backups?userId={USER}"))
@@ -89,7 +89,7 @@ async fn nothing_that_a_client_writes_names_the_owner() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_bad_token_is_never_a_fall_through() -> Result<()> {
+async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
     let host = machine.start()?;
@@ -128,7 +128,7 @@ async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_reads_usage_and_nothing_else_of_the_owner() -> Result<()> {
+async fn platform_can_read_only_usage() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);
@@ -161,7 +161,7 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
     let mode =
         |path: &std::path::Path| -> Result<u32> { Ok(std::fs::metadata(path)?.permissions().mode() & 0o777) };
     let socket = host.socket();
-    let dir = socket.parent().expect("a directory of its own");
+    let dir = socket.parent().expect("a separate directory");
     assert_eq!((mode(&socket)?, mode(dir)?), (0o660, 0o750));
     let another = format!("x-svc-proof: {}\n", {
         let mut claims = host.machine.claims(Route::Shell);
@@ -175,7 +175,7 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
 }
 
 #[tokio::test]
-async fn tokens_of_the_issuer_stand_for_the_owner() -> Result<()> {
+async fn issuer_token_authenticates_the_owner() -> Result<()> {
     let idp = Idp::start()?;
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.extend(idp.env());
@@ -202,7 +202,7 @@ async fn tokens_of_the_issuer_stand_for_the_owner() -> Result<()> {
 }
 
 #[tokio::test]
-async fn new_proof_keys_are_taken_up_and_old_ones_given_up() -> Result<()> {
+async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let next = signer("k2");
     let with_next = async || -> Result<StatusCode> {
@@ -222,7 +222,7 @@ async fn new_proof_keys_are_taken_up_and_old_ones_given_up() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_internal_proof_is_for_one_request_once() -> Result<()> {
+async fn internal_proof_is_valid_for_one_request_once() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let path = "/_svc/internal/backup";
     let claims = |jti: &str| {
@@ -254,7 +254,7 @@ async fn an_internal_proof_is_for_one_request_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_dev_default_answers_only_where_it_may() -> Result<()> {
+async fn dev_identity_works_only_where_permitted() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     for name in ["SVC_MACHINE_ID", "SVC_USER_ID", "SVC_HANDLE", "SVC_EPOCH", "SVC_PROOF_KEYS"] {
         machine.env.remove(name);

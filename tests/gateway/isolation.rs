@@ -43,7 +43,7 @@ async fn app_session() -> Result<AppSession> {
 }
 
 #[tokio::test]
-async fn a_role_reaches_its_own_schema_and_nothing_else() -> Result<()> {
+async fn app_role_reaches_only_its_own_schema() -> Result<()> {
     let app_session = app_session().await?;
     let (own, other) = (&app_session.own, &app_session.other);
     let rows = app_session.client.query(&format!("SELECT a FROM {own}.t"), &[]).await?;
@@ -89,7 +89,7 @@ async fn a_role_reaches_its_own_schema_and_nothing_else() -> Result<()> {
 }
 
 #[tokio::test]
-async fn resetting_the_role_gains_nothing() -> Result<()> {
+async fn reset_role_gains_no_privileges() -> Result<()> {
     let app_session = app_session().await?;
     let (own, other) = (&app_session.own, &app_session.other);
     for sql in [
@@ -140,7 +140,7 @@ async fn externally_changed_password_is_reset() -> Result<()> {
 }
 
 #[tokio::test]
-async fn no_password_is_written_anywhere() -> Result<()> {
+async fn no_password_is_written_to_disk_or_log() -> Result<()> {
     let app_session = app_session().await?;
     let stored = app_session
         .admin

@@ -41,7 +41,7 @@ fn entry(mut bytes: &[u8]) -> Result<Entry> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Result<()> {
+async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
     svc::http::tls::install_provider();
     // Without a database, `/readyz` fails and the log has the reason.
     let machine = Machine::new("postgres://nobody:secret-word@127.0.0.1:1/none")?;
@@ -79,12 +79,12 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
             probe = Some(tokio::spawn(request.send()));
         }
         let all: Vec<&Entry> = entries.iter().filter(|entry| of_request(entry)).collect();
-        if all.iter().any(|entry| entry["MESSAGE"][0].contains("answered")) {
+        if all.iter().any(|entry| entry["MESSAGE"][0].contains("request completed")) {
             break all.into_iter().cloned().collect::<Vec<_>>();
         }
         if Instant::now() > deadline {
-            let said = std::fs::read_to_string(machine.path("stderr"))?;
-            anyhow::bail!("no entries of the request among {entries:#?}\nstderr: {said}");
+            let printed = std::fs::read_to_string(machine.path("stderr"))?;
+            anyhow::bail!("no entries of the request among {entries:#?}\nstderr: {printed}");
         }
     };
     process.kill()?;
@@ -98,12 +98,14 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
         .find(|entry| entry["MESSAGE"][0].contains("not ready"))
         .context("no entry with the cause")?;
     ensure!(why["PRIORITY"] == ["4"] && why["ERROR"][0].contains("connect"), "{why:?}");
-    let answered =
-        request_entries.iter().find(|entry| entry["MESSAGE"][0].contains("answered")).context("no line")?;
-    ensure!(answered["PRIORITY"] == ["6"] && answered["STATUS"] == ["503"], "{answered:?}");
+    let completed = request_entries
+        .iter()
+        .find(|entry| entry["MESSAGE"][0].contains("request completed"))
+        .context("no line")?;
+    ensure!(completed["PRIORITY"] == ["6"] && completed["STATUS"] == ["503"], "{completed:?}");
     ensure!(!format!("{entries:?}").contains("secret-word"), "a password in the journal");
     // Journal entries are not duplicated on standard error.
-    let said = std::fs::read_to_string(machine.path("stderr"))?;
-    ensure!(!said.contains("answered"), "{said}");
+    let printed = std::fs::read_to_string(machine.path("stderr"))?;
+    ensure!(!printed.contains("request completed"), "{printed}");
     Ok(())
 }

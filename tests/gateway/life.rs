@@ -7,7 +7,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::json;
 use svc::http::proof::Route;
 
-use super::host::{Machine, answer};
+use super::host::{Machine, send_json};
 
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
@@ -15,7 +15,7 @@ const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 async fn superseded_machine_stops_and_refuses_to_start() -> Result<()> {
     let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     host.machine.write("var/lib/svc/superseded.json", "{}")?;
-    assert_eq!(host.ended().await?.code(), Some(0), "{}", host.log());
+    assert_eq!(host.wait_for_exit().await?.code(), Some(0), "{}", host.log());
     let output = host.machine.run_to_end()?;
     assert_eq!(output.status.code(), Some(77));
     let why = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -39,7 +39,7 @@ async fn invalid_configuration_lists_every_mistake() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_key_stays_the_same_over_restarts() -> Result<()> {
+async fn tls_key_survives_restarts() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let path = host.machine.path("var/lib/svc/tls/cert.pem");
     let first = std::fs::read(&path)?;
@@ -53,7 +53,7 @@ async fn the_key_stays_the_same_over_restarts() -> Result<()> {
 async fn sigterm_shuts_the_gateway_down() -> Result<()> {
     let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     host.terminate()?;
-    assert_eq!(host.ended().await?.code(), Some(0));
+    assert_eq!(host.wait_for_exit().await?.code(), Some(0));
     Ok(())
 }
 
@@ -80,10 +80,10 @@ async fn absent_service_is_reported_as_page_or_problem() -> Result<()> {
     let page = host.owner(Method::GET, "/").header("accept", "text/html").send().await?;
     assert_eq!(page.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(page.headers()["content-type"].to_str()?.starts_with("text/html"));
-    let (status, problem) = answer(host.owner(Method::GET, "/")).await?;
+    let (status, problem) = send_json(host.owner(Method::GET, "/")).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable")));
     let code = host.bare(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
-    let (status, problem) = answer(code).await?;
+    let (status, problem) = send_json(code).await?;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "route code goes to the code server: {problem}");
     Ok(())
 }
@@ -139,9 +139,9 @@ async fn websocket_is_proxied() -> Result<()> {
         .header("x-svc-proof", host.proof(Route::Code))
         .header("connection", "upgrade")
         .header("upgrade", "websocket");
-    let answer = request.send().await?;
-    assert_eq!(answer.status(), StatusCode::SWITCHING_PROTOCOLS);
-    let mut socket = answer.upgrade().await?;
+    let response = request.send().await?;
+    assert_eq!(response.status(), StatusCode::SWITCHING_PROTOCOLS);
+    let mut socket = response.upgrade().await?;
     socket.write_all(b"hello").await?;
     let mut echo = [0_u8; 5];
     socket.read_exact(&mut echo).await?;

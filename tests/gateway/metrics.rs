@@ -4,19 +4,19 @@ use anyhow::Result;
 use reqwest::{Method, StatusCode};
 use serde_json::json;
 
-use super::host::{Host, answer, host_with_app, unique};
+use super::host::{Host, host_with_app, send_json, unique};
 use crate::exposition::Exposition;
 
 pub fn scrape(host: &Host) -> Result<Exposition> {
-    let answer = host.by_socket("GET /metrics HTTP/1.0\nHost: gateway\n\n")?;
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_default();
-    anyhow::ensure!(head.starts_with("HTTP/1.0 200") || head.starts_with("HTTP/1.1 200"), "{answer}");
+    let response = host.by_socket("GET /metrics HTTP/1.0\nHost: gateway\n\n")?;
+    let (head, body) = response.split_once("\r\n\r\n").unwrap_or_default();
+    anyhow::ensure!(head.starts_with("HTTP/1.0 200") || head.starts_with("HTTP/1.1 200"), "{response}");
     anyhow::ensure!(head.to_lowercase().contains("content-type: text/plain; version=0.0.4"), "{head}");
     Exposition::read(body)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_socket_tells_what_was_done_and_the_public_port_does_not() -> Result<()> {
+async fn metrics_are_served_only_on_the_socket() -> Result<()> {
     let database = kit::pg::test_database().await?;
     let slug = unique("notes");
     let tables = json!({"notes": {"columns": {"title": "text"}, "unique": [["title"]]}});
@@ -26,9 +26,9 @@ async fn the_socket_tells_what_was_done_and_the_public_port_does_not() -> Result
     let insert = json!({"action": "insert", "app": slug, "table": "notes", "data": {"title": "one"}});
     assert!(host.query(&insert).await?.0.is_success());
     assert_eq!(host.query(&insert).await?.0, StatusCode::CONFLICT);
-    assert_eq!(answer(host.bare(Method::GET, "/api/apps")).await?.0, StatusCode::UNAUTHORIZED);
+    assert_eq!(send_json(host.bare(Method::GET, "/api/apps")).await?.0, StatusCode::UNAUTHORIZED);
     let forged = host.bare(Method::GET, "/api/apps").header("x-svc-proof", "a.b.c");
-    assert_eq!(answer(forged).await?.0, StatusCode::UNAUTHORIZED);
+    assert_eq!(send_json(forged).await?.0, StatusCode::UNAUTHORIZED);
     let logs = host.machine.path("home/svc/home/system/logs");
     std::fs::create_dir_all(&logs)?;
     let key = "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump";
@@ -60,11 +60,11 @@ async fn the_socket_tells_what_was_done_and_the_public_port_does_not() -> Result
     let url = reqwest::Url::parse(&database.url())?;
     let server = format!("\"server\":\"127.0.0.1:{}\"", url.port().unwrap_or_default());
     assert!(by_socket.contains(&server), "{by_socket}");
-    let (status, ready) = answer(host.bare(Method::GET, "/readyz")).await?;
+    let (status, ready) = send_json(host.bare(Method::GET, "/readyz")).await?;
     assert_eq!((status, ready.get("server")), (StatusCode::OK, None));
 
     // The public port has no such route; with the owner's proof the path belongs to the shell.
-    assert_eq!(answer(host.bare(Method::GET, "/metrics")).await?.0, StatusCode::UNAUTHORIZED);
+    assert_eq!(send_json(host.bare(Method::GET, "/metrics")).await?.0, StatusCode::UNAUTHORIZED);
     let (status, body) = host.get("/metrics").await?;
     assert!(status != StatusCode::OK && !body.to_string().contains("svc_build_info"), "{status} {body}");
     Ok(())

@@ -46,7 +46,7 @@ fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> 
 }
 
 #[tokio::test]
-async fn a_process_of_the_owners_user_reads_and_decides_nothing() -> Result<()> {
+async fn owner_process_has_read_only_access() -> Result<()> {
     let Some(host) = host_of_two_users()? else { return Ok(()) };
     let socket = host.socket();
     let status_as = |uid, method, path, body| request_as(uid, &socket, method, path, body);
@@ -93,7 +93,7 @@ echo '{"type":"result","status":"success"}'
 "#;
 
 #[tokio::test]
-async fn an_agent_uses_the_bridge_of_its_apps_while_it_runs() -> Result<()> {
+async fn agent_uses_bridge_of_its_apps_while_running() -> Result<()> {
     let (database, notes, diary) = (test_database().await?, unique("notes"), unique("diary"));
     let things = json!({ "things": { "columns": { "title": "text" } } });
     let host = host_with_app(&database, &notes, &things).await?;

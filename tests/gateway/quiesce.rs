@@ -1,4 +1,4 @@
-//! Writers are stopped before a last backup. They start again by call or by heartbeat, but not by a restart.
+//! Writers are stopped before a final backup. They start again by call or by heartbeat, but not by a restart.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -11,7 +11,7 @@ use svc::http::proof::Route;
 use svc::machine::id::OperationId;
 
 use super::dispatch::{machine, request_dispatch, until_finished, until_recorded};
-use super::host::{Host, answer, host_with_app, unique};
+use super::host::{Host, host_with_app, send_json, unique};
 
 /// A request from the platform to the gateway.
 async fn by_platform(host: &Host, method: Method, path: &str, body: Value) -> Result<(StatusCode, Value)> {
@@ -20,7 +20,7 @@ async fn by_platform(host: &Host, method: Method, path: &str, body: Value) -> Re
     claims.path = Some(path.into());
     claims.jti = Some(uuid::Uuid::now_v7().to_string());
     let request = host.bare(method, path).header("x-svc-proof", host.machine.signer.sign(&claims));
-    answer(if body.is_null() { request } else { request.json(&body) }).await
+    send_json(if body.is_null() { request } else { request.json(&body) }).await
 }
 
 async fn quiesce(host: &Host, operation: OperationId) -> Result<Value> {
@@ -120,7 +120,7 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     let entry = &page["interactions"][0];
     assert_eq!((&entry["id"], &entry["status"]), (&json!(id), &json!("error")), "{page}");
     assert_eq!(entry["error"]["name"], "Interrupted", "{entry}");
-    assert!(entry["error"]["message"].as_str().unwrap_or_default().contains("last backup"), "{entry}");
+    assert!(entry["error"]["message"].as_str().unwrap_or_default().contains("final backup"), "{entry}");
     let (status, problem) = request_dispatch(&host, json!({ "prompt": "ok now" })).await?;
     assert_eq!((status, &problem["code"]), (StatusCode::SERVICE_UNAVAILABLE, &json!("unavailable")));
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);

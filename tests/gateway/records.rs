@@ -8,7 +8,7 @@ use http::Method;
 use jiff::{Timestamp, ToSpan};
 use serde_json::{Value, json};
 
-use super::host::{Host, Machine, answer};
+use super::host::{Host, Machine, send_json};
 
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
 const LOGS: &str = "home/svc/home/system/logs";
@@ -104,7 +104,7 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     assert!(shown.contains("telegram:7") && shown.contains("$1.00") && shown.contains("$2.00"), "{shown}");
 
     host.terminate()?;
-    assert!(host.ended().await?.success());
+    assert!(host.wait_for_exit().await?.success());
     let logs = host.machine.path(LOGS);
     let usage = std::fs::read_to_string(logs.join("usage.jsonl"))?;
     assert_eq!(usage.lines().count(), 6, "by day, user and model: {usage}");
@@ -125,7 +125,7 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     let (machine, _) = machine_in_use()?;
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
     let host = machine.start()?;
-    let put = |body: Value| answer(host.owner(Method::PUT, "/api/limits").json(&body));
+    let put = |body: Value| send_json(host.owner(Method::PUT, "/api/limits").json(&body));
     let shown = get(&host, "/api/limits").await?;
     assert_eq!(
         (&shown["daily"]["limit"], &shown["daily"]["remaining"], &shown["timeZone"]),

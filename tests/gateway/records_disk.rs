@@ -10,7 +10,7 @@ use http::Method;
 use kit::disk::SmallDisk;
 use serde_json::{Value, json};
 
-use super::host::{Host, Machine, answer};
+use super::host::{Host, Machine, send_json};
 use super::metrics::scrape;
 
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
@@ -18,7 +18,7 @@ const LOGS: &str = "home/svc/home/system/logs";
 
 /// Changes a limit, which logs a line: `the daily cost limit is $n.00`.
 async fn set_limit(host: &Host, n: u32) -> Result<()> {
-    let (status, body) = answer(host.owner(Method::PUT, "/api/limits").json(&json!({"daily": n}))).await?;
+    let (status, body) = send_json(host.owner(Method::PUT, "/api/limits").json(&json!({"daily": n}))).await?;
     ensure!(status == 200, "{status} {body}");
     Ok(())
 }
@@ -78,12 +78,12 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     disk.fill(0)?;
     set_limit(&host, 4).await?;
     host.terminate()?;
-    ensure!(host.ended().await?.success(), "{}", host.log());
+    ensure!(host.wait_for_exit().await?.success(), "{}", host.log());
     Ok(())
 }
 
 #[tokio::test]
-async fn renamed_deleted_or_truncated_files_stop_no_record() -> Result<()> {
+async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let host = machine.start()?;
     let logs = host.machine.path(LOGS);

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_have_no_circle() {
+    fn tables_have_no_cycle() {
         for table in [&HOST_MODULES[..], &PACKAGES] {
             let mut left: Vec<_> = table.to_vec();
             while !left.is_empty() {
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn circle_of_modules_is_detected() {
+    fn module_cycle_is_detected() {
         let circle = [
             File::sample("src/ctl/a.rs", "use crate::b::B;"),
             File::sample("src/ctl/b/mod.rs", "use super::c;"),

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn promise_of_later_work_is_detected() {
+    fn todo_marker_is_detected() {
         for bad in [concat!("// TO", "DO: x"), concat!("# FIX", "ME"), concat!("fn a() { to", "do!() }")] {
             assert_eq!(left_to_do(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
         }

@@ -4,17 +4,21 @@ use serde_json::{Value, json};
 use svc::http::proof::Route;
 
 use super::internal_host::host;
-use super::stack::{BUCKET, DIGEST, Stack, beat_of};
+use super::stack::{BUCKET, DIGEST, Stack, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_is_requested_from_the_host_with_a_proof() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let host = host(&stack, &process).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
-    let answer = stack.post(&process, &path, &json!({})).await;
-    assert_eq!((answer.status, &answer.body["machineId"]), (202, &json!(host.guest.machine)), "{answer:?}");
-    assert!(answer.body["requestedAt"].as_str().unwrap().ends_with('Z'));
+    let response = stack.post(&process, &path, &json!({})).await;
+    assert_eq!(
+        (response.status, &response.body["machineId"]),
+        (202, &json!(host.guest.machine)),
+        "{response:?}"
+    );
+    assert!(response.body["requestedAt"].as_str().unwrap().ends_with('Z'));
     let seen = host.seen.lock().unwrap().clone();
     assert_eq!(seen.len(), 1);
     assert_eq!((seen[0].route, seen[0].path.as_deref()), (Route::Internal, Some("/_svc/internal/backup")));
@@ -44,14 +48,14 @@ async fn backup_is_requested_from_the_host_with_a_proof() {
 #[tokio::test(flavor = "multi_thread")]
 async fn held_snapshot_is_shown_and_accepted() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let host = host(&stack, &process).await;
     let machine = format!("/vps/{}", host.guest.machine);
     let held =
         json!([{"code": "snapshot_held", "detail": "public.notes has 2 rows, the latest snapshot 400"}]);
-    let mut beat = beat_of(&host.guest);
+    let mut beat = heartbeat_of(&host.guest);
     beat["attention"] = held.clone();
-    assert_eq!(stack.beat(&process, &host.guest, &beat).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &host.guest, &beat).await.status, 200);
     assert_eq!(stack.get(&process, &machine).await.body["attention"], held);
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["attention"][0]["reasons"], json!(["snapshot_held"]), "{fleet}");
@@ -67,10 +71,10 @@ async fn held_snapshot_is_shown_and_accepted() {
     assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
 
     // The next heartbeat without it clears it.
-    stack.beat(&process, &host.guest, &beat_of(&host.guest)).await;
+    stack.send_heartbeat(&process, &host.guest, &heartbeat_of(&host.guest)).await;
     assert_eq!(stack.get(&process, &machine).await.body["attention"], json!([]));
     beat["attention"] = json!([{"code": "Not A Code", "detail": "d"}]);
-    stack.beat(&process, &host.guest, &beat).await.assert_problem(400, "invalid_request");
+    stack.send_heartbeat(&process, &host.guest, &beat).await.assert_problem(400, "invalid_request");
 }
 
 fn key(hour: usize) -> String {
@@ -80,8 +84,8 @@ fn key(hour: usize) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let path = format!("/vps/{}/backups", guest.machine);
     let none = stack.get(&process, &path).await;
     assert_eq!(none.body, json!({"latest": null, "backups": [], "nextCursor": null}));
@@ -148,8 +152,8 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
 #[tokio::test(flavor = "multi_thread")]
 async fn latest_snapshot_is_shown_without_listing_all() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let latest = stack.snapshot("user_1");
     let latest = latest.strip_prefix("user_1/primary/").unwrap();
     for n in 0..3000 {
@@ -189,10 +193,10 @@ async fn latest_snapshot_is_shown_without_listing_all() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn damaged_pointer_hides_no_snapshot() {
+async fn damaged_pointer_does_not_hide_snapshots() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let latest = stack.snapshot("user_1");
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
@@ -205,50 +209,50 @@ async fn damaged_pointer_hides_no_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn snapshot_from_the_future_does_not_count() {
+async fn snapshot_with_future_time_is_ignored() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
     let counted = || async {
         let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
         row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
     };
     let beat = |at: &str| {
-        let mut beat = beat_of(&guest);
+        let mut beat = heartbeat_of(&guest);
         beat["lastBackup"] = json!({"status": "success", "takenAt": at, "key": "x", "sizeBytes": 4});
         beat
     };
     let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");
-    assert_eq!(stack.beat(&process, &guest, &beat(future)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &guest, &beat(future)).await.status, 200);
     assert_eq!(counted().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["lastBackup"]["takenAt"], future, "it is still shown");
     assert!(stack.log().contains("ignored a snapshot dated in the future"));
-    stack.beat(&process, &guest, &beat(past)).await;
+    stack.send_heartbeat(&process, &guest, &beat(past)).await;
     assert_eq!(counted().await.as_deref(), Some(past));
-    stack.beat(&process, &guest, &beat(future)).await;
+    stack.send_heartbeat(&process, &guest, &beat(future)).await;
     assert_eq!(counted().await.as_deref(), Some(past));
     // A small difference is clock skew.
     let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
-    stack.beat(&process, &guest, &beat(&soon)).await;
+    stack.send_heartbeat(&process, &guest, &beat(&soon)).await;
     assert_eq!(counted().await, Some(soon));
     // A snapshot that counted before this check is replaced.
     client
         .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
         .await
         .unwrap();
-    stack.beat(&process, &guest, &beat(past)).await;
+    stack.send_heartbeat(&process, &guest, &beat(past)).await;
     assert_eq!(counted().await.as_deref(), Some(past));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reported_texts_are_bounded_and_printable() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let (evil, clean) = ("\u{1b}[2J\u{202e}x\nö", "\u{FFFD}[2J\u{FFFD}x\nö");
-    let mut beat = beat_of(&guest);
+    let mut beat = heartbeat_of(&guest);
     let at = "2026-01-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "error", "key": evil, "error": "é".repeat(3000)});
     beat["lastUpdate"] =
@@ -256,8 +260,8 @@ async fn reported_texts_are_bounded_and_printable() {
     beat["checks"] =
         json!({"verify": {"status": "error", "at": at, "key": evil, "damaged": [evil], "error": evil}});
     beat["attention"] = json!([{"code": "full", "detail": format!("{evil}{}", "y".repeat(3000))}]);
-    let answer = stack.beat(&process, &guest, &beat).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
+    let response = stack.send_heartbeat(&process, &guest, &beat).await;
+    assert_eq!(response.status, 200, "{response:?}");
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["lastBackup"]["error"], json!("é".repeat(2000)));
     assert_eq!(record["lastBackup"]["key"], clean);
@@ -273,8 +277,8 @@ async fn reported_texts_are_bounded_and_printable() {
     let detail = record["attention"][0]["detail"].as_str().unwrap();
     assert!(detail.starts_with(clean) && detail.chars().count() == 2000, "{detail}");
 
-    let made = stack.provision(&process, "user_2").await;
-    let booting = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(&process, "user_2").await;
+    let booting = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let path = format!("/vps/{}/boot-failure", booting.machine);
     let report =
         stack.request(&process, reqwest::Method::POST, &path).bearer_auth(&booting.registration_token);

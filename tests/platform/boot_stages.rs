@@ -3,9 +3,9 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::stack::{Answer, Guest, Process, Stack};
+use super::stack::{ApiResponse, Guest, Process, Stack};
 
-async fn at(stack: &Stack, process: &Process, guest: &Guest, token: &str, body: &Value) -> Answer {
+async fn at(stack: &Stack, process: &Process, guest: &Guest, token: &str, body: &Value) -> ApiResponse {
     let request = stack.request(process, Method::POST, &format!("/vps/{}/boot-stage", guest.machine));
     stack.send(request.bearer_auth(token).json(body)).await
 }
@@ -13,15 +13,16 @@ async fn at(stack: &Stack, process: &Process, guest: &Guest, token: &str, body: 
 #[tokio::test(flavor = "multi_thread")]
 async fn boot_stages_appear_in_order_in_the_record() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let path = format!("/vps/{}", guest.machine);
     let record = || stack.get(&process, &path);
     assert_eq!(record().await.body["boot"], Value::Null);
     for stage in ["bundle", "database", "restore"] {
-        let answer = at(&stack, &process, &guest, &guest.registration_token, &json!({"stage": stage})).await;
-        assert_eq!((answer.status, answer.text.as_str()), (204, ""));
+        let response =
+            at(&stack, &process, &guest, &guest.registration_token, &json!({"stage": stage})).await;
+        assert_eq!((response.status, response.text.as_str()), (204, ""));
     }
     let now = record().await.body;
     assert_eq!((&now["status"], &now["boot"]["stage"]), (&json!("provisioning"), &json!("restore")));
@@ -41,9 +42,9 @@ async fn boot_stages_appear_in_order_in_the_record() {
 #[tokio::test(flavor = "multi_thread")]
 async fn host_cannot_register_before_its_server_is_recorded() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let client = stack.database.connect().await.unwrap();
     let unnoted = "UPDATE user_machines SET provider_server_id = NULL, registration_expires_at = NULL";
     client.execute(unnoted, &[]).await.unwrap();
@@ -58,11 +59,11 @@ async fn host_cannot_register_before_its_server_is_recorded() {
 #[tokio::test(flavor = "multi_thread")]
 async fn boot_stage_requires_the_machine_token_and_a_known_stage() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
-    let made = stack.provision(&process, "user_2").await;
-    let other = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(&process, "user_2").await;
+    let other = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let stage = json!({"stage": "bundle"});
     let refused = at(&stack, &process, &guest, &other.registration_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");

@@ -11,13 +11,17 @@ async fn processes_share_the_provider_rate_without_refusals() {
     let stack =
         Stack::start_on(|_| SimulatorOptions { rate_limit: limit, ..SimulatorOptions::record() }).await;
     let quiet = [("RECONCILE_SECONDS", "5")];
-    let processes = [stack.platform_with(&quiet), stack.platform_with(&quiet), stack.platform_with(&quiet)];
+    let processes = [
+        stack.start_platform_with(&quiet),
+        stack.start_platform_with(&quiet),
+        stack.start_platform_with(&quiet),
+    ];
     let users: Vec<String> = (0..24).map(|n| format!("user_{n}")).collect();
     // All at once, so that every process is fully busy.
     let made = users.iter().enumerate().map(|(n, user)| stack.provision(&processes[n % 3], user));
     let made = join_all(made).await;
     for made in &made {
-        let operation = stack.ended(&processes[0], made["operationId"].as_str().unwrap()).await;
+        let operation = stack.wait_until_ended(&processes[0], made["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     }
     let deleted = made.iter().enumerate().map(|(n, made)| {
@@ -27,7 +31,7 @@ async fn processes_share_the_provider_rate_without_refusals() {
         async move { stack.delete(process, &path).await }
     });
     for deleted in join_all(deleted).await {
-        stack.ended(&processes[0], deleted.body["operationId"].as_str().unwrap()).await;
+        stack.wait_until_ended(&processes[0], deleted.body["operationId"].as_str().unwrap()).await;
     }
     let calls = stack.provider.calls();
     let refused = calls.iter().filter(|call| call.status == Some(429)).count();
@@ -39,8 +43,8 @@ async fn processes_share_the_provider_rate_without_refusals() {
 async fn rate_refusal_of_one_process_applies_to_all() {
     let stack = Stack::start().await;
     let quiet = [("RECONCILE_SECONDS", "600")];
-    let (one, two) = (stack.platform_with(&quiet), stack.platform_with(&quiet));
-    stack.running(&one, "user_1").await;
+    let (one, two) = (stack.start_platform_with(&quiet), stack.start_platform_with(&quiet));
+    stack.start_machine(&one, "user_1").await;
     // Much longer than the check below takes, even on a stalled machine. The provider reports whole seconds, so up to
     // one second is lost.
     let spent =
@@ -52,12 +56,12 @@ async fn rate_refusal_of_one_process_applies_to_all() {
     stack.eventually("one is refused", refused).await;
     // A check of the first server's start may have been in flight.
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     let before = stack.provider.calls().len();
     // The other process has not called for a while, and has work now.
     stack.subscribe(&two, "user_3").await;
     stack.provision(&two, "user_3").await;
-    while began.elapsed() < std::time::Duration::from_millis(1500) {
+    while started.elapsed() < std::time::Duration::from_millis(1500) {
         assert_eq!(stack.provider.calls().len(), before, "no process calls while the budget is exhausted");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }

@@ -12,9 +12,9 @@ fn get(stack: &Stack, process: &Process, headers: &[(&'static str, &str)]) -> re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bundle_is_served_whole_and_in_ranges() {
+async fn bundle_is_served_in_full_and_in_ranges() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let whole = stack.send(get(&stack, &process, &[])).await;
     assert_eq!((whole.status, whole.text.as_str()), (200, "0123456789"));
     let etag = whole.headers["etag"].to_str().unwrap().to_owned();
@@ -43,8 +43,8 @@ async fn bundle_is_served_whole_and_in_ranges() {
 #[tokio::test(flavor = "multi_thread")]
 async fn bundle_download_requires_operator_or_current_host() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let host =
         stack.request(&process, Method::GET, &format!("{PATH}.sha256")).bearer_auth(&guest.upgrade_token);
     assert!(stack.send(host).await.text.ends_with("  svc-host-bundle.tar.gz\n"));

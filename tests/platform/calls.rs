@@ -8,7 +8,7 @@ use super::stack::{SECRET, Stack};
 #[tokio::test(flavor = "multi_thread")]
 async fn request_is_checked_in_the_documented_order() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let post = |path: &str| stack.request(&process, Method::POST, path);
     let large = || format!("{{\"idpUserId\": \"{}\"}}", "x".repeat(70_000));
 
@@ -30,9 +30,9 @@ async fn request_is_checked_in_the_documented_order() {
     }
     stack.send(post("/vps/x/boot-failure").body("{")).await.assert_problem(401, "registration_rejected");
     let bare = stack.request(&process, Method::GET, "/vps/x");
-    let answer = stack.send(bare).await;
-    answer.assert_problem(401, "unauthorized");
-    assert_eq!(answer.headers["www-authenticate"], "Bearer");
+    let response = stack.send(bare).await;
+    response.assert_problem(401, "unauthorized");
+    assert_eq!(response.headers["www-authenticate"], "Bearer");
     // JSON, then the schema, with every error at once.
     let body =
         post("/vps/provision").bearer_auth(SECRET).header("content-type", "application/json").body("{");
@@ -40,10 +40,10 @@ async fn request_is_checked_in_the_documented_order() {
     let text = post("/vps/provision").bearer_auth(SECRET).body("{}");
     stack.send(text).await.assert_problem(415, "unsupported_media_type");
     let body = json!({"idpUserId": "a/b", "slot": 7, "kind": "toy", "colour": "red"});
-    let answer = stack.post(&process, "/vps/provision", &body).await;
-    answer.assert_problem(400, "invalid_request");
+    let response = stack.post(&process, "/vps/provision", &body).await;
+    response.assert_problem(400, "invalid_request");
     let pointers: Vec<_> =
-        answer.body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
+        response.body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
     assert_eq!(json!(pointers), json!(["/idpUserId", "/slot", "/handle", "/kind", "/colour"]));
     stack.get(&process, "/vps/not-a-uuid").await.assert_problem(400, "invalid_request");
     stack.get(&process, "/vps/operations/7").await.assert_problem(400, "invalid_request");
@@ -61,9 +61,9 @@ async fn request_is_checked_in_the_documented_order() {
 #[tokio::test(flavor = "multi_thread")]
 async fn request_id_of_the_client_is_kept_and_logged() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let request = stack.request(&process, Method::GET, "/vps/x").header("x-request-id", "my-request-1");
-    let answer = stack.send(request).await;
-    assert_eq!(answer.body["requestId"], "my-request-1");
+    let response = stack.send(request).await;
+    assert_eq!(response.body["requestId"], "my-request-1");
     assert!(stack.log().contains("my-request-1"), "{}", stack.log());
 }

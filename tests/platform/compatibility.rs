@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::stack::{Stack, beat_of};
+use super::stack::{Stack, heartbeat_of};
 
 /// Files an operation of a later release for a machine.
 async fn file(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
@@ -29,8 +29,8 @@ async fn version(stack: &Stack, operation: &str) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn unknown_operations_are_not_touched() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
+    let guest = stack.start_machine(&process, "user_1").await;
     let kind = file(&stack, &guest.machine, "translocate", "fence").await;
     let step = file(&stack, &guest.machine, "provision", "measure_server").await;
     let (kind_before, step_before) = (version(&stack, &kind).await, version(&stack, &step).await);
@@ -42,8 +42,8 @@ async fn unknown_operations_are_not_touched() {
     assert_eq!(fleet["alarms"][0]["alarm"], "unknown_operations", "{fleet}");
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_operations_unknown 2"));
     // Known operations are not delayed.
-    let made = stack.provision(&process, "user_2").await;
-    let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(&process, "user_2").await;
+    let ended = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
@@ -57,25 +57,25 @@ async fn older_binary_works_on_a_newer_schema() {
                  ALTER TABLE operations ADD COLUMN later text NOT NULL DEFAULT 'x'; \
                  CREATE TABLE later (id bigint)";
     client.batch_execute(newer).await.unwrap();
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
-    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
     let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unknown_fields_of_hosts_are_ignored() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
-    let mut body = beat_of(&guest);
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let mut body = heartbeat_of(&guest);
     body["later"] = json!({"any": ["thing"]});
     body["health"]["later"] = json!(1);
     body["disk"]["later"] = json!(null);
-    let answer = stack.beat(&process, &guest, &body).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
+    let response = stack.send_heartbeat(&process, &guest, &body).await;
+    assert_eq!(response.status, 200, "{response:?}");
     // An operator's request comes from a person: an unknown field is an error.
     let mut body = super::stack::provision_body("user_1");
     body["later"] = json!(1);

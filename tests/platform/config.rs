@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::stack::Stack;
 
 #[test]
-fn all_mistakes_of_the_configuration_are_said_at_once() {
+fn all_configuration_errors_are_reported_at_once() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     command
         .arg("svc-platform")
@@ -27,7 +27,7 @@ fn all_mistakes_of_the_configuration_are_said_at_once() {
 #[tokio::test(flavor = "multi_thread")]
 async fn platform_key_that_differs_from_the_database_is_refused() {
     let stack = Stack::start().await;
-    drop(stack.platform());
+    drop(stack.start_platform());
     let mut command = stack.command(&[("PLATFORM_KEY", &"08".repeat(32))]);
     let mut child = command.stdout(Stdio::null()).spawn().unwrap();
     let end = std::time::Instant::now() + Duration::from_secs(30);
@@ -38,11 +38,11 @@ async fn platform_key_that_differs_from_the_database_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn credentials_that_reach_every_slot_are_warned_about() {
+async fn shared_store_credentials_log_a_warning() {
     let stack = Stack::start().await;
-    drop(stack.platform());
+    drop(stack.start_platform());
     assert!(!stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
-    drop(stack.platform_with(&[("STORE_HOST_CREDENTIALS", "static")]));
+    drop(stack.start_platform_with(&[("STORE_HOST_CREDENTIALS", "static")]));
     assert!(stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
 }
 
@@ -68,7 +68,7 @@ async fn service_and_probe_read_settings_from_the_named_file() {
 
     let mut command = stack.command(&[]);
     command.env_clear().env("PLATFORM_ENV_FILE", path("platform.env"));
-    let process = stack.started(command);
+    let process = stack.start_process(command);
     assert_eq!(process.base, format!("https://{listen}"));
     let probed = || {
         let mut probe = Command::new(env!("CARGO_BIN_EXE_svc"));

@@ -3,7 +3,7 @@
 use kit::s3::{Fault, Rule};
 use serde_json::{Value, json};
 
-use super::stack::{BUCKET, Guest, Process, Stack, beat_of};
+use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
 
 const TAKEN_AT: &str = "2026-01-02T03:04:05.678Z";
 
@@ -17,21 +17,21 @@ fn server(guest: &Guest) -> String {
 
 /// A machine with a snapshot, and its successor, which has served; the old server is kept.
 async fn recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
-    let old = stack.running(process, "user_1").await;
+    let old = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let recovery = stack.post(process, "/vps/recover", &body).await.body;
-    let new = stack.guest(process, recovery["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_guest(process, recovery["machineId"].as_str().unwrap()).await;
     stack.register(process, &new).await;
-    stack.beat(process, &new, &beat_of(&new)).await;
-    stack.ended(process, recovery["operationId"].as_str().unwrap()).await;
+    stack.send_heartbeat(process, &new, &heartbeat_of(&new)).await;
+    stack.wait_until_ended(process, recovery["operationId"].as_str().unwrap()).await;
     (old, new)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
+    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
     let (old, new) = recovered(&stack, &process).await;
     let kept = copies(&stack, &process, &new.machine).await["kept"][0].clone();
     assert_eq!((&kept["machineId"], &kept["missingSince"]), (&json!(old.machine), &Value::Null), "{kept}");
@@ -55,8 +55,9 @@ async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_without_server_is_not_a_live_copy() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let (gone, failed) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let process = stack.start_platform();
+    let (gone, failed) =
+        (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     stack.provider.vanish_server(&server(&gone)).await.unwrap();
     let is_failed = || async { (stack.status(&process, &gone.machine).await == "failed").then_some(()) };
     stack.eventually("it fails", is_failed).await;
@@ -79,8 +80,8 @@ async fn machine_without_server_is_not_a_live_copy() {
 #[tokio::test(flavor = "multi_thread")]
 async fn newest_snapshot_is_read_from_the_store() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let known = copies(&stack, &process, &guest.machine).await;
     assert_eq!((&known["newestSnapshot"], &known["snapshotProblem"]), (&Value::Null, &Value::Null));
 
@@ -95,10 +96,10 @@ async fn newest_snapshot_is_read_from_the_store() {
     assert!(exposed > 86_400, "the exposure counts from that snapshot: {known}");
 
     // A later heartbeat does not make an older snapshot newer, as after a rebuild of the pointer.
-    let mut beat = beat_of(&guest);
+    let mut beat = heartbeat_of(&guest);
     let reported = "2026-03-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
-    stack.beat(&process, &guest, &beat).await;
+    stack.send_heartbeat(&process, &guest, &beat).await;
     assert_eq!(copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
 
     // Damaged or unreadable: the reported snapshot is shown with its problem.
@@ -112,19 +113,19 @@ async fn newest_snapshot_is_read_from_the_store() {
     assert!(known["snapshotProblem"].as_str().unwrap().contains("the object is missing"), "{known}");
     let stalled =
         stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     let known = copies(&stack, &process, &guest.machine).await;
-    assert!(began.elapsed() < std::time::Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
     assert!(stalled.hits() > 0);
-    assert_eq!(known["snapshotProblem"], "the object store does not answer", "{known}");
+    assert_eq!(known["snapshotProblem"], "the object store does not respond", "{known}");
     assert_eq!(known["newestSnapshot"]["source"], "reported", "{known}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn newer_unpublished_snapshot_is_shown() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     // As written by a host that could not advance the pointer.
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.snapshot_by("user_1", &guest.machine, &later);
@@ -154,11 +155,11 @@ async fn newer_unpublished_snapshot_is_shown() {
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
-    let mut beat = beat_of(&guest);
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let mut beat = heartbeat_of(&guest);
     beat["lastBackup"] = json!({"status": "success", "takenAt": TAKEN_AT, "key": "x", "sizeBytes": 4});
-    stack.beat(&process, &guest, &beat).await;
+    stack.send_heartbeat(&process, &guest, &beat).await;
     // As of a machine that is missing from the database.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
@@ -170,7 +171,7 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
 #[tokio::test(flavor = "multi_thread")]
 async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
+    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
     let (old, new) = recovered(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET removal_abandoned_at = now() WHERE machine_id = $1";
@@ -179,15 +180,15 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
     let kept = copies(&stack, &process, &new.machine).await["kept"][0].clone();
     assert!(kept["until"].is_null() && kept["removalAbandonedAt"].is_string(), "{kept}");
     let path = format!("/vps/{}/discard", old.machine);
-    let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
-    assert_eq!(answer.status, 202, "{answer:?}");
+    let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(response.status, 202, "{response:?}");
     let gone = || async { stack.provider.server_by_name(&server(&old)).is_none().then_some(()) };
     stack.eventually("it is deleted", gone).await;
 
     // Nothing remains to discard, and a machine in its slot is not a kept one.
     let over = || async {
-        let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
-        (answer.status == 409).then_some(answer)
+        let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+        (response.status == 409).then_some(response)
     };
     let over = stack.eventually("its server is deleted", over).await;
     assert_eq!(over.body["machineStatus"], "server_deleted", "{over:?}");
@@ -201,11 +202,11 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
 #[tokio::test(flavor = "multi_thread")]
 async fn hanging_store_is_503_before_the_client_timeout() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let stalled = stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).always());
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     let recover = json!({"idpUserId": "user_1"});
     let body = json!({"imageVersion": "v1"});
     let (recovery, pointer, rollout) = tokio::join!(
@@ -213,9 +214,9 @@ async fn hanging_store_is_503_before_the_client_timeout() {
         stack.get(&process, "/vps/slots/pointer?idpUserId=user_1"),
         stack.post(&process, "/vps/deploy", &body),
     );
-    assert!(began.elapsed() < std::time::Duration::from_secs(15), "{:?}", began.elapsed());
-    for answer in [recovery, pointer, rollout] {
-        answer.assert_problem(503, "store_unavailable");
+    assert!(started.elapsed() < std::time::Duration::from_secs(15), "{:?}", started.elapsed());
+    for response in [recovery, pointer, rollout] {
+        response.assert_problem(503, "store_unavailable");
     }
     assert!(stalled.hits() > 0);
 }

@@ -7,13 +7,13 @@ use super::stack::Stack;
 
 async fn provisioned_despite(fault: Fault) -> Stack {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.provider.fault(FaultRule::once("POST", "/servers", fault.clone()));
-    let made = stack.provision(&process, "user_1").await;
-    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(&process, "user_1").await;
+    let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{fault:?}: {operation}\n{}", stack.log());
     assert!(stack.provider.pending_faults().is_empty());
-    stack.assert_only_server(made["machineId"].as_str().unwrap());
+    stack.assert_only_server(provisioned["machineId"].as_str().unwrap());
     assert_eq!(stack.provider.creations().len(), 1, "{fault:?}");
     stack
 }
@@ -47,14 +47,14 @@ async fn overloaded_provider_is_retried() {
 #[tokio::test(flavor = "multi_thread")]
 async fn unstartable_server_ends_the_recovery() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     // The first of these calls requests the shutdown of the old server.
     stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::ActionError) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let recovery = stack.post(&process, "/vps/recover", &body).await.body;
-    let operation = stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("provider_unavailable")),
@@ -76,8 +76,8 @@ async fn unstartable_server_ends_the_recovery() {
 #[tokio::test(flavor = "multi_thread")]
 async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let secret_words = "unsupported_error";
     let refusal = Fault::Status { status: 422, code: secret_words.into(), reset_in_seconds: None };
@@ -85,7 +85,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &body).await.body;
-    let operation = stack.ended(&process, first["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, first["operationId"].as_str().unwrap()).await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("provider_refused"))
@@ -100,7 +100,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let second = stack.post(&process, "/vps/recover", &body).await;
     assert_eq!((second.status, &second.body["epoch"]), (202, &json!(4)), "{second:?}");
     assert_eq!(second.body["oldMachineId"], old.machine, "the old machine had the slot again");
-    let operation = stack.ended(&process, second.body["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, second.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     stack.assert_only_server(second.body["machineId"].as_str().unwrap());
 }
@@ -108,16 +108,17 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_deleted_during_its_create_leaves_no_server() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.provider.fault(FaultRule::once("POST", "/servers", Fault::SlowReply { ms: 3000 }));
-    let made = stack.provision(&process, "user_1").await;
+    let provisioned = stack.provision(&process, "user_1").await;
     stack
         .eventually("the create is in flight", || async {
             (stack.provider.call_count("POST", "/servers") > 0).then_some(())
         })
         .await;
-    let answer = stack.delete(&process, &format!("/vps/{}", made["machineId"].as_str().unwrap())).await;
-    let operation = stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
+    let response =
+        stack.delete(&process, &format!("/vps/{}", provisioned["machineId"].as_str().unwrap())).await;
+    let operation = stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     stack.assert_no_server();
     assert_eq!(stack.provider.creations().len(), 1);
@@ -135,11 +136,11 @@ fn locations_logged(operation: &serde_json::Value) -> Vec<String> {
 #[tokio::test(flavor = "multi_thread")]
 async fn server_is_created_in_next_location_with_capacity() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PROVIDER_FALLBACK_LOCATIONS", "hel1, fsn1")]);
+    let process = stack.start_platform_with(&[("PROVIDER_FALLBACK_LOCATIONS", "hel1, fsn1")]);
     stack.provider.fault(FaultRule::once("POST", "/servers", without_capacity("resource_unavailable")));
     stack.provider.fault(FaultRule::once("POST", "/servers", without_capacity("placement_error")));
-    let made = stack.provision(&process, "user_1").await;
-    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(&process, "user_1").await;
+    let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     assert_eq!(
         locations_logged(&operation),
@@ -149,7 +150,8 @@ async fn server_is_created_in_next_location_with_capacity() {
         ]
     );
     assert_eq!(stack.provider.servers()[0].location, "fsn1");
-    let record = stack.get(&process, &format!("/vps/{}", made["machineId"].as_str().unwrap())).await.body;
+    let record =
+        stack.get(&process, &format!("/vps/{}", provisioned["machineId"].as_str().unwrap())).await.body;
     assert_eq!(
         (&record["location"], &record["fallbackLocations"]),
         (&json!("fsn1"), &json!(["nbg1", "hel1"]))
@@ -161,15 +163,15 @@ async fn server_is_created_in_next_location_with_capacity() {
 #[tokio::test(flavor = "multi_thread")]
 async fn locations_are_retried_while_none_has_capacity() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     stack.provider.fault(FaultRule::times(3, "POST", "/servers", without_capacity("resource_unavailable")));
     let mut body = super::stack::provision_body("user_1");
     body["location"] = json!("hel1");
     body["fallbackLocations"] = json!(["fsn1"]);
-    let made = stack.post(&process, "/vps/provision", &body).await;
-    assert_eq!(made.status, 202, "{made:?}");
-    let operation = stack.ended(&process, made.body["operationId"].as_str().unwrap()).await;
+    let provisioned = stack.post(&process, "/vps/provision", &body).await;
+    assert_eq!(provisioned.status, 202, "{provisioned:?}");
+    let operation = stack.wait_until_ended(&process, provisioned.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let lines = locations_logged(&operation);
     assert_eq!(lines.len(), 3, "{operation}");
@@ -188,10 +190,10 @@ async fn locations_are_retried_while_none_has_capacity() {
 #[tokio::test(flavor = "multi_thread")]
 async fn single_location_without_capacity_is_named_with_its_type() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.provider.fault(FaultRule::times(1, "POST", "/servers", without_capacity("resource_unavailable")));
-    let made = stack.provision(&process, "user_1").await;
-    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(&process, "user_1").await;
+    let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     let retry = operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
     assert_eq!(
         retry["detail"],
@@ -202,7 +204,7 @@ async fn single_location_without_capacity_is_named_with_its_type() {
 #[tokio::test(flavor = "multi_thread")]
 async fn unknown_location_is_refused_before_anything_changes() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     for (name, value) in [("location", json!("moon1")), ("fallbackLocations", json!(["hel1", "moon1"]))] {
         let mut body = super::stack::provision_body("user_1");
@@ -212,7 +214,7 @@ async fn unknown_location_is_refused_before_anything_changes() {
         assert_eq!(refused.body["errors"][0]["pointer"], format!("/{name}"));
         assert!(refused.body["detail"].as_str().unwrap().contains("moon1"), "{refused:?}");
     }
-    let old = stack.running(&process, "user_1").await;
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "moon1"});
     stack.post(&process, "/vps/recover", &body).await.assert_problem(400, "invalid_request");

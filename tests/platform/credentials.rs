@@ -23,21 +23,21 @@ use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io, snapshot};
 
 use super::super::pointer::actors::side_record;
-use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack};
+use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack};
 
-async fn request_credentials(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
+async fn request_credentials(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
     request_credentials_as(stack, process, &guest.machine, &guest.upgrade_token).await
 }
 
-async fn request_credentials_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> Answer {
+async fn request_credentials_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> ApiResponse {
     let path = format!("/vps/{machine}/storage-credentials");
     stack.send(stack.request(process, Method::POST, &path).bearer_auth(token)).await
 }
 
 /// Opens the store as a host does, with the credentials from the response.
-fn open_store(answer: &Answer) -> Bucket {
-    assert_eq!(answer.status, 200, "{answer:?}");
-    let text = |name: &str| answer.body[name].as_str().unwrap_or_default().to_owned();
+fn open_store(response: &ApiResponse) -> Bucket {
+    assert_eq!(response.status, 200, "{response:?}");
+    let text = |name: &str| response.body[name].as_str().unwrap_or_default().to_owned();
     let vars = [
         ("OBJECT_STORE_URL", format!("s3://{}", text("bucket"))),
         ("OBJECT_STORE_ENDPOINT", text("endpoint")),
@@ -107,11 +107,11 @@ fn all_objects(stack: &Stack) -> Vec<(String, String)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_reaches_its_own_slot_and_nothing_else() {
+async fn host_credentials_reach_only_their_own_slot() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
-    stack.running(&process, "user_2").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    stack.start_machine(&process, "user_2").await;
     stack.snapshot("user_2");
     stack.store.write(BUCKET, "user_1/primary2/system/db/latest", "a slot with a longer name");
     stack.store.write(BUCKET, "user_1/second/system/db/latest", "another slot of the same user");
@@ -121,18 +121,18 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
     let env = store_env(&guest);
     let initial = open(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
     assert_confined(&stack, &initial, "user_1/primary", &foreign).await;
-    let answer = request_credentials(&stack, &process, &guest).await;
-    assert_eq!(answer.body["prefix"], "user_1/primary/");
-    assert_eq!(answer.headers["cache-control"], "no-store");
+    let response = request_credentials(&stack, &process, &guest).await;
+    assert_eq!(response.body["prefix"], "user_1/primary/");
+    assert_eq!(response.headers["cache-control"], "no-store");
     assert!(
-        answer.body["expiresAt"].as_str().unwrap().parse::<jiff::Timestamp>().unwrap()
+        response.body["expiresAt"].as_str().unwrap().parse::<jiff::Timestamp>().unwrap()
             > jiff::Timestamp::now()
     );
-    assert_confined(&stack, &open_store(&answer), "user_1/primary", &foreign).await;
+    assert_confined(&stack, &open_store(&response), "user_1/primary", &foreign).await;
 
     for secret in [stack.store.secret_key(), stack.store.access_key()] {
         assert!(
-            !guest.user_data.contains(secret) && !answer.text.contains(secret),
+            !guest.user_data.contains(secret) && !response.text.contains(secret),
             "the platform's own credentials are not disclosed"
         );
     }
@@ -146,29 +146,29 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
 }
 
 /// Opens the store with the outage session of a response.
-fn open_store_in_outage(answer: &Answer) -> Bucket {
-    let mut answer = answer.clone();
+fn open_store_in_outage(response: &ApiResponse) -> Bucket {
+    let mut response = response.clone();
     for name in ["accessKeyId", "secretAccessKey", "sessionToken"] {
-        answer.body[name] = answer.body["outage"][name].clone();
+        response.body[name] = response.body["outage"][name].clone();
     }
-    open_store(&answer)
+    open_store(&response)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn outage_session_adds_snapshots_of_its_epoch_alone() {
+async fn outage_session_adds_only_snapshots_of_its_epoch() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     stack.snapshot("user_2");
-    let answer = request_credentials(&stack, &process, &guest).await;
+    let response = request_credentials(&stack, &process, &guest).await;
     let name = format!("svc-outage-{}", guest.machine);
     let sessions = stack.store.sessions();
     let outage_sessions: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
     assert_eq!(outage_sessions.len(), 1);
     assert_eq!(outage_sessions[0].requested_lifetime, Duration::from_secs(43_200));
 
-    let bucket = open_store_in_outage(&answer);
+    let bucket = open_store_in_outage(&response);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
     let snapshot_of = |epoch| slot.snapshot(&key::snapshot_key(Timestamp::now(), Epoch(epoch))).unwrap();
     bucket.put(&snapshot_of(1), &b"dump"[..]).await.unwrap();
@@ -187,19 +187,19 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
     }
 
     // The minimum lifetime disables outage sessions.
-    let process = stack.platform_with(&[("STS_DURATION_SECONDS", "900")]);
-    let answer = request_credentials(&stack, &process, &guest).await;
-    assert_eq!((answer.status, &answer.body["outage"]), (200, &Value::Null));
+    let process = stack.start_platform_with(&[("STS_DURATION_SECONDS", "900")]);
+    let response = request_credentials(&stack, &process, &guest).await;
+    assert_eq!((response.status, &response.body["outage"]), (200, &Value::Null));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn missing_object_in_own_slot_is_reported_as_missing() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let raw = bucket.raw().get(&Path::from("user_1/primary/system/none")).await.unwrap_err();
-    assert!(matches!(raw, object_store::Error::PermissionDenied { .. }), "as S3 answers it: {raw:?}");
+    assert!(matches!(raw, object_store::Error::PermissionDenied { .. }), "as S3 returns it: {raw:?}");
     for name in ["none", "db/latest-but-not-quite", "db/snapshots/x.dump"] {
         let key = Path::from(format!("user_1/primary/system/{name}"));
         assert!(bucket.get(&key, 10).await.unwrap().is_none(), "{name}");
@@ -212,11 +212,11 @@ async fn missing_object_in_own_slot_is_reported_as_missing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_the_current_machine_gets_any() {
+async fn only_current_machine_gets_credentials() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
-    let other = stack.running(&process, "user_2").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
+    let other = stack.start_machine(&process, "user_2").await;
     request_credentials_as(&stack, &process, &old.machine, "nonsense")
         .await
         .assert_problem(401, "unauthorized");
@@ -232,18 +232,18 @@ async fn only_the_current_machine_gets_any() {
         .assert_problem(400, "invalid_request");
     let path = format!("/vps/{}/storage-credentials", old.machine);
     let request = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
-    let answer = stack.send(request.json(&json!({"prefix": "user_2/primary"}))).await;
-    assert_eq!(answer.status, 200, "unknown fields of a newer host are ignored: {answer:?}");
+    let response = stack.send(request.json(&json!({"prefix": "user_2/primary"}))).await;
+    assert_eq!(response.status, 200, "unknown fields of a newer host are ignored: {response:?}");
 
     stack.snapshot("user_1");
     let recovery =
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
-    stack.ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     let issued = stack.store.sessions().len();
     request_credentials(&stack, &process, &old).await.assert_problem(403, "superseded");
     assert_eq!(stack.store.sessions().len(), issued, "a replaced machine gets none");
-    let new = stack.guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(request_credentials(&stack, &process, &new).await.status, 200);
 
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", new.machine)).await;
@@ -255,12 +255,12 @@ async fn only_the_current_machine_gets_any() {
 #[tokio::test(flavor = "multi_thread")]
 async fn sts_outage_is_reported_and_delays_provisioning() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     for fault in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
         let hits = stack.store.fault(Rule::new(fault.clone()).sts().always());
-        let answer = request_credentials(&stack, &process, &guest).await;
-        answer.assert_problem(503, "store_unavailable");
+        let response = request_credentials(&stack, &process, &guest).await;
+        response.assert_problem(503, "store_unavailable");
         assert!(hits.hits() > 0);
         stack.store.heal();
     }
@@ -269,7 +269,7 @@ async fn sts_outage_is_reported_and_delays_provisioning() {
     stack.eventually("the create was attempted", || async { (hits.hits() >= 4).then_some(()) }).await;
     assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
     stack.store.heal();
-    let operation = stack.ended(&process, provisioned["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     // A lost response costs one extra session and has no other effect.
     stack.store.fault(Rule::new(Fault::LostReply).sts());
@@ -279,15 +279,15 @@ async fn sts_outage_is_reported_and_delays_provisioning() {
 #[tokio::test(flavor = "multi_thread")]
 async fn user_with_special_characters_is_confined() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let user = "auth0|a:b@c+d";
     stack.subscribe(&process, user).await;
     let body = json!({"idpUserId": user, "handle": "special"});
     let provisioned = stack.post(&process, "/vps/provision", &body).await;
-    let guest = stack.guest(&process, provisioned.body["machineId"].as_str().unwrap()).await;
-    let answer = request_credentials(&stack, &process, &guest).await;
-    let prefix = answer.body["prefix"].as_str().unwrap().trim_end_matches('/').to_owned();
-    let bucket = open_store(&answer);
+    let guest = stack.wait_for_guest(&process, provisioned.body["machineId"].as_str().unwrap()).await;
+    let response = request_credentials(&stack, &process, &guest).await;
+    let prefix = response.body["prefix"].as_str().unwrap().trim_end_matches('/').to_owned();
+    let bucket = open_store(&response);
     let key = Path::parse(format!("{prefix}/system/db/latest")).unwrap();
     assert!(
         bucket.head(&key).await.unwrap().is_some(),
@@ -302,44 +302,44 @@ async fn user_with_special_characters_is_confined() {
 #[tokio::test(flavor = "multi_thread")]
 async fn static_mode_returns_the_platform_credentials() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("STORE_HOST_CREDENTIALS", "static")]);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("STORE_HOST_CREDENTIALS", "static")]);
+    let guest = stack.start_machine(&process, "user_1").await;
     let env = store_env(&guest);
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
     assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "they do not expire");
-    let answer = request_credentials(&stack, &process, &guest).await;
-    assert_eq!(answer.body["secretAccessKey"], stack.store.secret_key(), "for hosts created under sts");
+    let response = request_credentials(&stack, &process, &guest).await;
+    assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "for hosts created under sts");
     assert!(stack.store.sessions().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_in_its_last_backup_still_gets_credentials() {
+async fn machine_in_its_final_backup_still_gets_credentials() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
     let old = super::internal_host::host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let is_requested = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
     stack.eventually("the backup is requested", is_requested).await;
-    let answer = request_credentials(&stack, &process, &old.guest).await;
-    open_store(&answer).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
+    let response = request_credentials(&stack, &process, &old.guest).await;
+    open_store(&response).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
     let session = sessions_of(&stack, &old.guest.machine)
         .into_iter()
-        .find(|session| session.access_key == answer.body["accessKeyId"]);
+        .find(|session| session.access_key == response.body["accessKeyId"]);
     assert_eq!(session.unwrap().requested_lifetime, Duration::from_secs(900), "the minimum that STS allows");
-    assert_eq!(answer.body["outage"], Value::Null, "no outage session");
+    assert_eq!(response.body["outage"], Value::Null, "no outage session");
     let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", is_requested).await;
     old.store_backup(&stack, "user_1");
-    stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     request_credentials(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_credentials_cannot_overwrite_a_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("STORE_WRITE_ONCE", "on")]);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("STORE_WRITE_ONCE", "on")]);
+    let guest = stack.start_machine(&process, "user_1").await;
     let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
 

@@ -3,20 +3,20 @@
 use kit::s3::{Fault, Rule};
 use serde_json::json;
 
-use super::stack::{BUCKET, Stack, beat_of, heartbeat};
+use super::stack::{BUCKET, Stack, heartbeat, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deleted_machine_loses_its_server_and_repeats_are_stable() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let path = format!("/vps/{}", guest.machine);
     let accepting = format!("{path}?acceptLoss=true");
     let first = stack.delete(&process, &accepting).await;
     assert_eq!(first.status, 202, "{first:?}");
     assert!(first.body["deletedAt"].is_string());
-    let operation = stack.ended(&process, first.body["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, first.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
     stack.assert_no_server();
     let again = stack.delete(&process, &accepting).await;
@@ -32,20 +32,23 @@ async fn deleted_machine_loses_its_server_and_repeats_are_stable() {
     assert_eq!(ended["machines"][0]["machineId"], guest.machine);
 
     // The slot can be provisioned again, with its data.
-    let made = stack.provision(&process, "user_1").await;
-    assert_eq!(made["epoch"], 2);
-    assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
+    let accepted = stack.provision(&process, "user_1").await;
+    assert_eq!(accepted["epoch"], 2);
+    assert_eq!(
+        stack.wait_for_guest(&process, accepted["machineId"].as_str().unwrap()).await.restore_mode,
+        "required"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_names_the_newest_stored_or_reported_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let (reported, taken_at) = ("2026-03-02T03:04:05.678Z", "2026-03-02T04:04:05.678Z");
-    let mut beat = beat_of(&guest);
+    let mut beat = heartbeat_of(&guest);
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
-    stack.beat(&process, &guest, &beat).await;
+    stack.send_heartbeat(&process, &guest, &beat).await;
     // Later than the last heartbeat.
     stack.snapshot_by("user_1", &guest.machine, taken_at);
     let newest = async || {
@@ -55,15 +58,15 @@ async fn deletion_names_the_newest_stored_or_reported_snapshot() {
     };
     assert_eq!(newest().await, [json!(taken_at), json!("store"), json!(null)]);
     stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
-    let problem = "the object store does not answer";
+    let problem = "the object store does not respond";
     assert_eq!(newest().await, [json!(reported), json!("reported"), json!(problem)]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_reports_that_it_waits_for_the_store() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.store.down();
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
@@ -77,20 +80,20 @@ async fn deletion_reports_that_it_waits_for_the_store() {
     assert_eq!((&last["step"], &last["outcome"]), (&json!("last_backup"), &json!("retry")), "{operation}");
     assert!(last["detail"].as_str().unwrap().contains("the object store is unavailable"), "{operation}");
     stack.store.up().unwrap();
-    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("succeeded"), &json!(null)), "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn replaced_machine_cannot_be_deleted() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
-    let answer = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    answer.assert_problem(409, "invalid_state");
-    assert_eq!(answer.body["machineStatus"], "retired");
+    let response = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    response.assert_problem(409, "invalid_state");
+    assert_eq!(response.body["machineStatus"], "retired");
     let unknown = format!("/vps/{}", uuid::Uuid::now_v7());
     stack.delete(&process, &unknown).await.assert_problem(404, "machine_not_found");
 }
@@ -98,14 +101,14 @@ async fn replaced_machine_cannot_be_deleted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_after_an_interrupted_recovery_leaves_no_server() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let deleted = stack
         .delete(&process, &format!("/vps/{}?acceptLoss=true", recovery["machineId"].as_str().unwrap()))
         .await;
-    let operation = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
     stack.assert_no_server();
     let cut =

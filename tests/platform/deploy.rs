@@ -3,7 +3,7 @@
 use kit::bundle::{Manifest, SigningKey};
 use serde_json::{Value, json};
 
-use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, beat_of};
+use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, heartbeat_of};
 
 pub const NEXT: &str = "v2";
 
@@ -57,11 +57,11 @@ impl Fleet {
         let keys = public_key();
         let more: Vec<_> =
             [("BUNDLE_PUBLIC_KEYS", keys.as_str())].into_iter().chain(more.iter().copied()).collect();
-        let process = stack.platform_with(&more);
+        let process = stack.start_platform_with(&more);
         let mut guests = Vec::new();
         for n in 0..machines {
-            let guest = stack.running(&process, &format!("user_{n}")).await;
-            stack.beat(&process, &guest, &beat_of(&guest)).await;
+            let guest = stack.start_machine(&process, &format!("user_{n}")).await;
+            stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
             guests.push(guest);
         }
         Self { stack, process, guests }
@@ -70,22 +70,22 @@ impl Fleet {
     async fn deploy(&self, more: &Value) -> Value {
         let mut body = json!({"imageVersion": NEXT});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        let answer = self.stack.post(&self.process, "/vps/deploy", &body).await;
-        assert_eq!(answer.status, 202, "{answer:?}");
-        answer.body
+        let response = self.stack.post(&self.process, "/vps/deploy", &body).await;
+        assert_eq!(response.status, 202, "{response:?}");
+        response.body
     }
 
     async fn report_applying(&self, guest: usize) {
         let guest = &self.guests[guest];
-        let mut beat = beat_of(guest);
+        let mut beat = heartbeat_of(guest);
         beat["updating"] = json!(true);
-        self.stack.beat(&self.process, guest, &beat).await;
+        self.stack.send_heartbeat(&self.process, guest, &beat).await;
     }
 
     /// The release that the host is asked to run.
     async fn desired(&self, guest: usize) -> Value {
         let guest = &self.guests[guest];
-        self.stack.beat(&self.process, guest, &beat_of(guest)).await.body["desiredImageVersion"].clone()
+        self.stack.send_heartbeat(&self.process, guest, &heartbeat_of(guest)).await.body["desiredImageVersion"].clone()
     }
 
     async fn wait_until_requested(&self, guest: usize) {
@@ -98,11 +98,11 @@ impl Fleet {
 
     async fn report(&self, guest: usize, version: &str, outcome: &str) {
         let guest = &self.guests[guest];
-        let mut beat = beat_of(guest);
+        let mut beat = heartbeat_of(guest);
         beat["imageVersion"] = json!(version);
         beat["lastUpdate"] =
             json!({"version": NEXT, "outcome": outcome, "stage": "health", "at": "2026-11-21T00:00:00.000Z"});
-        self.stack.beat(&self.process, guest, &beat).await;
+        self.stack.send_heartbeat(&self.process, guest, &beat).await;
     }
 
     async fn rollout_state(&self, rollout: &Value) -> Value {
@@ -119,7 +119,7 @@ impl Fleet {
             .await
     }
 
-    async fn post_action(&self, rollout: &Value, word: &str) -> super::stack::Answer {
+    async fn post_action(&self, rollout: &Value, word: &str) -> super::stack::ApiResponse {
         let path = format!("/vps/deploy/{}/{word}", rollout["rolloutId"].as_str().unwrap());
         self.stack.post(&self.process, &path, &json!({})).await
     }
@@ -135,9 +135,9 @@ async fn rollout_updates_the_canary_then_batches() {
         assert_eq!(fleet.desired(other).await, "v1", "only the canary gets the request");
     }
     // A host that is still applying does not count, whatever version it reports.
-    let mut beat = beat_of(&fleet.guests[0]);
+    let mut beat = heartbeat_of(&fleet.guests[0]);
     (beat["imageVersion"], beat["updating"]) = (json!(NEXT), json!(true));
-    fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat).await;
+    fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(600)).await;
     assert_eq!(fleet.rollout_state(&rollout).await["totals"]["updated"], 0);
     fleet.report(0, NEXT, "updated").await;
@@ -145,13 +145,13 @@ async fn rollout_updates_the_canary_then_batches() {
     fleet.wait_until_requested(2).await;
     assert_eq!(fleet.desired(3).await, "v1", "its batch is next");
     fleet.report(1, NEXT, "updated").await;
-    // A machine that disappears meanwhile delays no other.
+    // A machine that disappears in the meantime delays no other.
     fleet
         .stack
         .post(&fleet.process, &format!("/vps/{}/fail", fleet.guests[2].machine), &json!({"reason": "r"}))
         .await;
     // Any process can continue it.
-    let another = fleet.stack.platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
+    let another = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
     fleet.wait_until_requested(3).await;
     fleet.report(3, NEXT, "updated").await;
     let ended = fleet.until_state(&rollout, "succeeded").await;
@@ -209,26 +209,26 @@ async fn applying_host_counts_as_silent_only_after_its_deadline() {
     let fleet = Fleet::of(1, &[("ROLLOUT_SILENCE_SECONDS", "2")]).await;
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     let at_it = async || {
         fleet.report_applying(0).await;
         tokio::time::sleep(std::time::Duration::from_millis(300)).await;
         fleet.rollout_state(&rollout).await
     };
-    while began.elapsed().as_secs() < 5 {
-        assert_eq!(at_it().await["totals"]["asked"], 1, "after {:?}", began.elapsed());
+    while started.elapsed().as_secs() < 5 {
+        assert_eq!(at_it().await["totals"]["asked"], 1, "after {:?}", started.elapsed());
     }
     // Finished but not yet healthy: its last report still counts.
-    let mut beat = beat_of(&fleet.guests[0]);
+    let mut beat = heartbeat_of(&fleet.guests[0]);
     beat["health"]["gateway"] = json!("failing");
-    fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat).await;
+    fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(1000)).await;
     assert_eq!(fleet.rollout_state(&rollout).await["totals"]["asked"], 1);
     while fleet.rollout_state(&rollout).await["totals"]["failed"] == 0 {
-        assert!(began.elapsed().as_secs() < 30, "a host could apply forever");
+        assert!(started.elapsed().as_secs() < 30, "a host could apply forever");
         at_it().await;
     }
-    assert!(began.elapsed().as_secs() >= 11, "after {:?}", began.elapsed());
+    assert!(started.elapsed().as_secs() >= 11, "after {:?}", started.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -249,13 +249,18 @@ async fn paused_rollout_suspends_deadlines() {
 #[tokio::test(flavor = "multi_thread")]
 async fn host_receives_the_id_of_the_update_request() {
     let fleet = Fleet::of(1, &[]).await;
-    let idle = fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat_of(&fleet.guests[0])).await;
+    let idle =
+        fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &heartbeat_of(&fleet.guests[0])).await;
     assert_eq!(idle.body["desiredRequestId"], Value::Null);
     let mut before = Value::Null;
     for _ in 0..2 {
         let rollout = fleet.deploy(&json!({})).await;
         fleet.wait_until_requested(0).await;
-        let body = fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat_of(&fleet.guests[0])).await.body;
+        let body = fleet
+            .stack
+            .send_heartbeat(&fleet.process, &fleet.guests[0], &heartbeat_of(&fleet.guests[0]))
+            .await
+            .body;
         assert_eq!(body["desiredRequestId"], rollout["requestId"]);
         assert_ne!(body["desiredRequestId"], before, "a repeated rollout is a new request");
         before = body["desiredRequestId"].clone();
@@ -315,9 +320,9 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
 async fn newest_rollouts_are_listed() {
     let fleet = Fleet::of(1, &[]).await;
     let list = || async {
-        let answer = fleet.stack.get(&fleet.process, "/vps/deploy").await;
-        assert_eq!(answer.status, 200, "{answer:?}");
-        answer.body["rollouts"].as_array().unwrap().clone()
+        let response = fleet.stack.get(&fleet.process, "/vps/deploy").await;
+        assert_eq!(response.status, 200, "{response:?}");
+        response.body["rollouts"].as_array().unwrap().clone()
     };
     assert_eq!(list().await, Vec::<Value>::new());
     let mut ids = Vec::new();
@@ -358,10 +363,10 @@ async fn rollout_refuses_bundles_that_hosts_would_refuse() {
         body.as_object_mut().unwrap().extend(bad.as_object().unwrap().clone());
         deploy(body).await.assert_problem(400, "invalid_request");
     }
-    let keyless = fleet.stack.platform();
-    let answer = fleet.stack.post(&keyless, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
-    assert!(answer.body["detail"].as_str().unwrap().contains("BUNDLE_PUBLIC_KEYS"), "{answer:?}");
-    answer.assert_problem(409, "conflict");
+    let keyless = fleet.stack.start_platform();
+    let response = fleet.stack.post(&keyless, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
+    assert!(response.body["detail"].as_str().unwrap().contains("BUNDLE_PUBLIC_KEYS"), "{response:?}");
+    response.assert_problem(409, "conflict");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -14,9 +14,9 @@ fn allowing_empty() -> Value {
 
 /// Asserts a refusal that mentions these texts.
 async fn refused(stack: &Stack, process: &Process, named: &[&str]) {
-    let answer = stack.post(process, "/vps/provision", &provision_body("user_1")).await;
-    answer.assert_problem(409, "snapshot_unusable");
-    let detail = answer.body["detail"].as_str().unwrap();
+    let response = stack.post(process, "/vps/provision", &provision_body("user_1")).await;
+    response.assert_problem(409, "snapshot_unusable");
+    let detail = response.body["detail"].as_str().unwrap();
     for part in named.iter().chain(&["--allow-empty"]) {
         assert!(detail.contains(part), "{part}: {detail}");
     }
@@ -30,14 +30,14 @@ async fn fail(stack: &Stack, process: &Process, machine: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_that_served_needs_consent_to_start_empty() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
     fail(&stack, &process, &old.machine).await;
     refused(&stack, &process, &[&format!("svcctl resume {}", old.machine)]).await;
     assert_eq!(stack.status(&process, &old.machine).await, "failed");
 
-    let made = stack.post(&process, "/vps/provision", &allowing_empty()).await;
-    assert_eq!(made.status, 202, "{made:?}");
+    let provisioned = stack.post(&process, "/vps/provision", &allowing_empty()).await;
+    assert_eq!(provisioned.status, 202, "{provisioned:?}");
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = 'provision' ORDER BY at DESC LIMIT 1";
     let after: Value = client.query_one(sql, &[]).await.unwrap().get(0);
@@ -47,9 +47,9 @@ async fn failed_machine_that_served_needs_consent_to_start_empty() {
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_that_never_served_starts_empty_again() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    fail(&stack, &process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    fail(&stack, &process, provisioned["machineId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(again.status, 202, "{again:?}");
 }
@@ -57,10 +57,10 @@ async fn failed_machine_that_never_served_starts_empty_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_of_an_unsaved_deleted_machine_does_not_start_empty() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.start_machine(&process, "user_1").await;
     let deleted = stack.delete(&process, &format!("/vps/{}", old.machine)).await.body;
-    stack.ended(&process, deleted["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, deleted["operationId"].as_str().unwrap()).await;
     let record = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
     assert!(record["unsavedSince"].is_string(), "its host could not be reached: {record}");
     refused(&stack, &process, &[&format!("svcctl undelete {}", old.machine)]).await;
@@ -70,18 +70,19 @@ async fn slot_of_an_unsaved_deleted_machine_does_not_start_empty() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_whose_loss_was_accepted_starts_empty() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.start_machine(&process, "user_1").await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", old.machine)).await.body;
-    stack.ended(&process, deleted["operationId"].as_str().unwrap()).await;
-    let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
-    assert_eq!(made.status, 202, "{made:?}");
+    stack.wait_until_ended(&process, deleted["operationId"].as_str().unwrap()).await;
+    let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!(provisioned.status, 202, "{provisioned:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);
+    let process =
+        stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
@@ -92,8 +93,8 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     assert!(early.body["detail"].as_str().unwrap().contains("--wait"), "{early:?}");
 
     let path = format!("/vps/operations/{operation}");
-    let asks = || async { (stack.get(&process, &path).await.body["state"] == "waiting").then_some(()) };
-    stack.eventually("the deletion asks", asks).await;
+    let waiting = || async { (stack.get(&process, &path).await.body["state"] == "waiting").then_some(()) };
+    stack.eventually("the deletion waits", waiting).await;
     let response = stack.post(&process, "/vps/provision", &allowing_empty()).await;
     response.assert_problem(409, "invalid_state");
     assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");

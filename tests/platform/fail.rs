@@ -8,19 +8,19 @@ use super::stack::{SECRET, Stack, provision_body};
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let path = format!("/vps/{}/fail", guest.machine);
-    let answer = stack.post(&process, &path, &json!({"reason": "rolled back"})).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
+    let response = stack.post(&process, &path, &json!({"reason": "rolled back"})).await;
+    assert_eq!(response.status, 200, "{response:?}");
     let failure = json!({"cause": "operator", "stage": "operator", "message": "rolled back"});
-    assert_eq!((&answer.body["status"], &answer.body["failure"]), (&json!("failed"), &failure));
-    assert_eq!(answer.body["machineId"], guest.machine);
+    assert_eq!((&response.body["status"], &response.body["failure"]), (&json!("failed"), &failure));
+    assert_eq!(response.body["machineId"], guest.machine);
     stack.assert_only_server(&guest.machine);
     // A repetition changes nothing, not even the reason; its host does not bring it back either.
     let again = stack.post(&process, &path, &json!({"reason": "again"})).await;
     assert_eq!((again.status, &again.body["failure"]), (200, &failure));
-    stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
     assert_eq!(stack.status(&process, &guest.machine).await, "failed");
     let client = stack.database.connect().await.unwrap();
     let audit = client
@@ -33,10 +33,10 @@ async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_ends_the_open_operation_or_is_refused() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let machine = made["machineId"].as_str().unwrap();
-    let guest = stack.guest(&process, machine).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let machine = provisioned["machineId"].as_str().unwrap();
+    let guest = stack.wait_for_guest(&process, machine).await;
     let path = format!("/vps/{machine}/fail");
     stack.post(&process, &path, &json!({})).await.assert_problem(400, "invalid_request");
     stack.post(&process, &path, &json!({"reason": ""})).await.assert_problem(400, "invalid_request");
@@ -44,9 +44,9 @@ async fn fail_ends_the_open_operation_or_is_refused() {
     let own = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
     stack.send(own.json(&json!({"reason": "r"}))).await.assert_problem(401, "unauthorized");
 
-    let answer = stack.post(&process, &path, &json!({"reason": "stuck"})).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
-    let operation = format!("/vps/operations/{}", made["operationId"].as_str().unwrap());
+    let response = stack.post(&process, &path, &json!({"reason": "stuck"})).await;
+    assert_eq!(response.status, 200, "{response:?}");
+    let operation = format!("/vps/operations/{}", provisioned["operationId"].as_str().unwrap());
     assert_eq!(stack.get(&process, &operation).await.body["state"], "cancelled");
     let late = stack.register(&process, &guest).await;
     late.assert_problem(409, "invalid_state");
@@ -58,8 +58,8 @@ async fn fail_ends_the_open_operation_or_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_slot_is_provisioned_with_another_server() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
 
@@ -68,43 +68,43 @@ async fn failed_slot_is_provisioned_with_another_server() {
     let again = stack.post(&process, "/vps/provision", &body).await;
     assert_eq!((again.status, &again.body["epoch"]), (202, &json!(2)), "{again:?}");
     let machine = again.body["machineId"].as_str().unwrap();
-    let ended = stack.ended(&process, again.body["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, again.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     stack.assert_only_server(machine);
-    let new = stack.guest(&process, machine).await;
+    let new = stack.wait_for_guest(&process, machine).await;
     assert_eq!((new.restore_mode.as_str(), new.epoch.as_str()), ("required", "2"), "its data is restored");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
     let old = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!((&old["replacedBy"], old["retiredAt"].is_null()), (&json!(machine), false));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 1);
     stack.assert_only_server(machine);
-    let superseded = stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
+    let superseded = stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
     assert_eq!(superseded.body["superseded"], true);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deleted_slot_restarts_from_its_snapshot_or_empty() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     for (user, snapshot, mode) in [("user_1", true, "required"), ("user_2", false, "empty")] {
-        let guest = stack.running(&process, user).await;
+        let guest = stack.start_machine(&process, user).await;
         if snapshot {
             stack.snapshot(user);
         }
         let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
-        stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+        stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
         let again = stack.post(&process, "/vps/provision", &provision_body(user)).await;
         assert_eq!((again.status, &again.body["epoch"]), (202, &json!(2)), "{again:?}");
-        let new = stack.guest(&process, again.body["machineId"].as_str().unwrap()).await;
+        let new = stack.wait_for_guest(&process, again.body["machineId"].as_str().unwrap()).await;
         assert_eq!(new.restore_mode, mode);
         assert_eq!(stack.pointer(user)["snapshot"].is_null(), !snapshot);
     }
     // An invalid snapshot does not allow an empty start.
-    let guest = stack.running(&process, "user_3").await;
+    let guest = stack.start_machine(&process, "user_3").await;
     let dump = stack.snapshot("user_3");
     stack.store.remove(super::stack::BUCKET, &dump);
     let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
     again.assert_problem(409, "snapshot_unusable");
     let unknown: Value = json!({"reason": "r"});

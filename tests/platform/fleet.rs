@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Stack, beat_of};
+use super::stack::{Guest, Stack, heartbeat_of};
 
 fn reasons(fleet: &Value, machine: &str) -> Value {
     let found = fleet["attention"].as_array().unwrap().iter().find(|row| row["machineId"] == machine);
@@ -12,34 +12,34 @@ fn reasons(fleet: &Value, machine: &str) -> Value {
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_counts_machines_and_lists_problems() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let fleet = || stack.get(&process, "/vps/fleet");
     let empty = fleet().await.body;
     assert_eq!((&empty["totals"]["machines"], &empty["attention"]), (&json!(0), &json!([])));
 
-    let well = stack.running(&process, "user_1").await;
-    let mut beat = beat_of(&well);
+    let well = stack.start_machine(&process, "user_1").await;
+    let mut beat = heartbeat_of(&well);
     let key = "system/db/snapshots/x.dump";
     let taken = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(100);
     beat["lastBackup"] =
         json!({"status": "success", "key": key, "takenAt": taken.to_string(), "sizeBytes": 1});
-    stack.beat(&process, &well, &beat).await;
+    stack.send_heartbeat(&process, &well, &beat).await;
     // A later failed run does not remove the last successful one.
-    let ill = stack.running(&process, "user_2").await;
-    let mut beat = beat_of(&ill);
+    let ill = stack.start_machine(&process, "user_2").await;
+    let mut beat = heartbeat_of(&ill);
     beat["health"]["database"] = json!("failing");
     beat["lastBackup"] =
         json!({"status": "success", "key": key, "takenAt": taken.to_string(), "sizeBytes": 1});
-    stack.beat(&process, &ill, &beat).await;
+    stack.send_heartbeat(&process, &ill, &beat).await;
     beat["lastBackup"] = json!({"status": "error", "error": "disk full"});
-    stack.beat(&process, &ill, &beat).await;
-    let silent = stack.running(&process, "user_3").await;
-    stack.beat(&process, &silent, &beat_of(&silent)).await;
-    let failed = stack.running(&process, "user_4").await;
+    stack.send_heartbeat(&process, &ill, &beat).await;
+    let silent = stack.start_machine(&process, "user_3").await;
+    stack.send_heartbeat(&process, &silent, &heartbeat_of(&silent)).await;
+    let failed = stack.start_machine(&process, "user_4").await;
     stack.post(&process, &format!("/vps/{}/fail", failed.machine), &json!({"reason": "r"})).await;
     let booting = stack.provision(&process, "user_5").await;
     let booting = booting["machineId"].as_str().unwrap();
-    let gone = stack.running(&process, "user_6").await;
+    let gone = stack.start_machine(&process, "user_6").await;
     stack.delete(&process, &format!("/vps/{}", gone.machine)).await;
     let client = stack.database.connect().await.unwrap();
     let old = "UPDATE user_machines SET heartbeat_at = now() - interval '5 minutes', \
@@ -83,24 +83,25 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
     let (old, new) = (ids(OLD)[0].clone(), ids(NEW)[0].clone());
     let stack = Stack::start().await;
     let configured = format!("{OLD},{NEW}");
-    let process = stack.platform_with(&[("BUNDLE_PUBLIC_KEYS", &configured), ("BUNDLE_KEYS_SEQUENCE", "1")]);
-    let both = stack.running(&process, "user_1").await;
+    let process =
+        stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &configured), ("BUNDLE_KEYS_SEQUENCE", "1")]);
+    let both = stack.start_machine(&process, "user_1").await;
     let user_data = &both.user_data;
     for line in [configured.as_str(), "SVC_BUNDLE_KEYS_SEQUENCE=\\\"1\\\""] {
         assert!(user_data.contains(line), "{line} is not in the user-data of a new machine");
     }
-    let one = stack.running(&process, "user_2").await;
+    let one = stack.start_machine(&process, "user_2").await;
     let trusting = |guest: &Guest, sequence: u64, ids: Value| {
-        let mut beat = beat_of(guest);
+        let mut beat = heartbeat_of(guest);
         beat["trustedKeys"] = json!({"sequence": sequence, "ids": ids});
         beat
     };
     for (guest, sequence, ids) in [(&both, 1, json!([old, new])), (&one, 0, json!([old]))] {
-        assert_eq!(stack.beat(&process, guest, &trusting(guest, sequence, ids)).await.status, 200);
+        assert_eq!(stack.send_heartbeat(&process, guest, &trusting(guest, sequence, ids)).await.status, 200);
     }
     // A reported value remains if a later heartbeat omits it, because an older release may run again.
-    assert_eq!(stack.beat(&process, &both, &beat_of(&both)).await.status, 200);
-    let mute = stack.running(&process, "user_3").await;
+    assert_eq!(stack.send_heartbeat(&process, &both, &heartbeat_of(&both)).await.status, 200);
+    let mute = stack.start_machine(&process, "user_3").await;
 
     let handle = async |guest: &Guest| {
         stack.get(&process, &format!("/vps/{}", guest.machine)).await.body["handle"].clone()
@@ -121,6 +122,6 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
         trusting(&one, 1, json!(many)),
         trusting(&one, 1 << 40, json!([old])),
     ] {
-        stack.beat(&process, &one, &wrong).await.assert_problem(400, "invalid_request");
+        stack.send_heartbeat(&process, &one, &wrong).await.assert_problem(400, "invalid_request");
     }
 }

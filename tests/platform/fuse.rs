@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kit::provider::{Fault, FaultRule};
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Process, Stack, beat_of};
+use super::stack::{Guest, Process, Stack, heartbeat_of};
 
 async fn fleet(stack: &Stack, process: &Process) -> Value {
     stack.get(process, "/vps/fleet").await.body
@@ -23,7 +23,7 @@ fn names(guests: &[Guest]) -> Vec<String> {
 async fn machines(stack: &Stack, process: &Process, count: usize) -> Vec<Guest> {
     let mut guests = Vec::new();
     for n in 0..count {
-        guests.push(stack.running(process, &format!("user_{n}")).await);
+        guests.push(stack.start_machine(process, &format!("user_{n}")).await);
     }
     guests
 }
@@ -37,13 +37,13 @@ async fn all_run(stack: &Stack, process: &Process, guests: &[Guest]) {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_with_heartbeats_survives_a_missing_listing() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
+    let process = stack.start_platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
     let guests = machines(&stack, &process, 2).await;
     stack.provider.hide_servers(&names(&guests[..1]));
-    let began = Instant::now();
-    while began.elapsed() < Duration::from_secs(8) {
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_secs(8) {
         for guest in &guests {
-            stack.beat(&process, guest, &beat_of(guest)).await;
+            stack.send_heartbeat(&process, guest, &heartbeat_of(guest)).await;
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
@@ -57,7 +57,7 @@ async fn machine_with_heartbeats_survives_a_missing_listing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let guests = machines(&stack, &process, 6).await;
     stack.provider.hide_servers(&names(&guests[1..]));
     let raised = || async { alarm(&fleet(&stack, &process).await, "servers_missing").cloned() };
@@ -81,7 +81,7 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
 #[tokio::test(flavor = "multi_thread")]
 async fn released_alarm_fails_the_lost_machines() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let guests = machines(&stack, &process, 6).await;
     for name in names(&guests[1..]) {
         stack.provider.vanish_server(&name).await.unwrap();
@@ -97,9 +97,9 @@ async fn released_alarm_fails_the_lost_machines() {
     let refused = stack.post(&process, informs, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("holds nothing back"), "{refused:?}");
-    let answer = stack.post(&process, path, &json!({})).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
-    assert!(answer.body["releasedUntil"].is_string(), "{answer:?}");
+    let response = stack.post(&process, path, &json!({})).await;
+    assert_eq!(response.status, 200, "{response:?}");
+    assert!(response.body["releasedUntil"].is_string(), "{response:?}");
     for guest in &guests[1..] {
         let failed = || async { (stack.status(&process, &guest.machine).await == "failed").then_some(()) };
         stack.eventually("it fails", failed).await;
@@ -117,7 +117,7 @@ async fn released_alarm_fails_the_lost_machines() {
 #[tokio::test(flavor = "multi_thread")]
 async fn many_unknown_servers_are_kept_until_released() {
     let stack = Stack::start().await;
-    let mut process = stack.platform();
+    let mut process = stack.start_platform();
     let guests = machines(&stack, &process, 6).await;
     process.kill();
     let client = stack.database.connect().await.unwrap();
@@ -127,7 +127,7 @@ async fn many_unknown_servers_are_kept_until_released() {
                   operations AS (DELETE FROM operations WHERE machine_id = ANY($1)) \
                   DELETE FROM user_machines WHERE machine_id = ANY($1)";
     client.execute(forget, &[&forgotten]).await.unwrap();
-    let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "1")]);
+    let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "1")]);
     let raised = || async { alarm(&fleet(&stack, &process).await, "unknown_servers").cloned() };
     let seen = stack.eventually("the alarm is raised", raised).await;
     assert_eq!(
@@ -142,17 +142,17 @@ async fn many_unknown_servers_are_kept_until_released() {
     assert!(named["machineId"].is_string() && named["providerServerId"].is_string(), "{named}");
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_eq!(stack.provider.servers().len(), 6, "{}", stack.log());
-    let answer = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
+    let response = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await;
+    assert_eq!(response.status, 200, "{response:?}");
     let deleted = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the unknown servers are deleted", deleted).await;
     assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn account_errors_fail_no_machine_and_raise_one_alarm() {
+async fn account_error_raises_one_alarm_and_fails_no_machine() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
+    let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
     for (code, status, name) in [
         ("resource_limit_exceeded", 403, "provider_limit"),
         ("unauthorized", 401, "provider_unauthorized"),
@@ -161,7 +161,7 @@ async fn account_errors_fail_no_machine_and_raise_one_alarm() {
         let refusal = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
         stack.provider.fault(FaultRule::times(1000, "POST", "/servers", refusal));
         let (one, two) = (format!("{name}_1"), format!("{name}_2"));
-        let made = [stack.provision(&process, &one).await, stack.provision(&process, &two).await];
+        let provisioned = [stack.provision(&process, &one).await, stack.provision(&process, &two).await];
         let raised = || async { alarm(&fleet(&stack, &process).await, name).cloned() };
         stack.eventually("the alarm is raised", raised).await;
         // Beyond the deadline of operations.
@@ -170,13 +170,13 @@ async fn account_errors_fail_no_machine_and_raise_one_alarm() {
         let of_name = |alarm: &&Value| alarm["alarm"] == name;
         assert_eq!(seen["alarms"].as_array().unwrap().iter().filter(of_name).count(), 1, "{seen}");
         assert_eq!(seen["attention"], json!([]), "one item for all: {seen}");
-        for made in &made {
-            let machine = made["machineId"].as_str().unwrap();
+        for provisioned in &provisioned {
+            let machine = provisioned["machineId"].as_str().unwrap();
             assert_eq!(stack.status(&process, machine).await, "provisioning", "{}", stack.log());
         }
         stack.provider.clear_faults();
-        for made in &made {
-            let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+        for provisioned in &provisioned {
+            let ended = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
             assert_eq!(ended["state"], "succeeded", "{ended}");
         }
     }
@@ -186,8 +186,8 @@ async fn account_errors_fail_no_machine_and_raise_one_alarm() {
 #[tokio::test(flavor = "multi_thread")]
 async fn overdue_operation_of_a_deleted_machine_is_shown() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers", locked));
     let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;

@@ -14,13 +14,13 @@ fn keyed(stack: &Stack, process: &Process, body: &Value, key: &str) -> reqwest::
 #[tokio::test(flavor = "multi_thread")]
 async fn idempotency_key_repeats_only_the_same_request() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let body = provision_body("user_1");
     let uses = (0..8).map(|_| stack.send(keyed(&stack, &process, &body, "key-1")));
-    let answers = join_all(uses).await;
-    for answer in &answers {
-        assert_eq!((answer.status, &answer.body), (202, &answers[0].body));
+    let responses = join_all(uses).await;
+    for response in &responses {
+        assert_eq!((response.status, &response.body), (202, &responses[0].body));
     }
     let mut other = body.clone();
     other["location"] = json!("fsn1");
@@ -30,10 +30,10 @@ async fn idempotency_key_repeats_only_the_same_request() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_change_has_its_audit_row_with_the_request_id() {
+async fn every_change_has_an_audit_row_with_request_id() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     let client = stack.database.connect().await.unwrap();
@@ -60,7 +60,7 @@ async fn every_change_has_its_audit_row_with_the_request_id() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machines_are_listed_in_pages_and_filtered() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     for user in ["user_1", "user_2", "user_3"] {
         stack.provision(&process, user).await;
     }
@@ -83,9 +83,9 @@ async fn machines_are_listed_in_pages_and_filtered() {
         stack.get(&process, "/vps?status=provisioning&handle=h-user-2&slot=primary&deleted=false").await.body;
     assert_eq!(users(&one), ["user_2"]);
     for bad in ["status=off", "limit=0", "limit=x", "cursor=1", "colour=red", "deleted=maybe"] {
-        let answer = stack.get(&process, &format!("/vps?{bad}")).await;
-        answer.assert_problem(400, "invalid_request");
+        let response = stack.get(&process, &format!("/vps?{bad}")).await;
+        response.assert_problem(400, "invalid_request");
         let name = bad.split('=').next().unwrap();
-        assert_eq!(answer.body["errors"][0]["pointer"], format!("?{name}"), "{answer:?}");
+        assert_eq!(response.body["errors"][0]["pointer"], format!("?{name}"), "{response:?}");
     }
 }

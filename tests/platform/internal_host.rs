@@ -77,7 +77,7 @@ impl Drop for Host {
     }
 }
 
-fn answer(script: &mut Script, method: &str, path: &str) -> Response {
+fn respond(script: &mut Script, method: &str, path: &str) -> Response {
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     match (method, path) {
         ("POST", "/_svc/internal/quiesce") if !script.can_stop => StatusCode::NOT_FOUND.into_response(),
@@ -104,8 +104,8 @@ pub async fn host(stack: &Stack, process: &Process) -> Host {
 
 /// The same for another user.
 pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
-    let made = stack.provision(process, user).await;
-    let guest = stack.guest(process, made["machineId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(process, user).await;
+    let guest = stack.wait_for_guest(process, provisioned["machineId"].as_str().unwrap()).await;
     let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
     let identity = tls::self_signed(&["host".to_owned()]).unwrap();
     let mut body = registration(&guest.machine, 1);
@@ -139,7 +139,7 @@ pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
         log.lock().unwrap().push(claims);
-        answer(&mut behaviour.lock().unwrap(), request.method().as_str(), request.uri().path())
+        respond(&mut behaviour.lock().unwrap(), request.method().as_str(), request.uri().path())
     });
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();

@@ -1,17 +1,17 @@
-//! A replaced server is kept until its successor has proven itself, and gets its slot back otherwise.
+//! A replaced server is kept until its successor is healthy, and gets its slot back otherwise.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
 use super::internal_host::host;
-use super::stack::{BUCKET, Guest, Process, Stack, beat_of};
+use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
 
 fn body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
-fn id(answer: &Value, name: &str) -> String {
-    answer[name].as_str().unwrap_or_else(|| panic!("no {name}: {answer}")).to_owned()
+fn id(response: &Value, name: &str) -> String {
+    response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
 fn power(stack: &Stack, machine: &str) -> Option<Power> {
@@ -19,9 +19,9 @@ fn power(stack: &Stack, machine: &str) -> Option<Power> {
 }
 
 async fn recover(stack: &Stack, process: &Process, body: &Value) -> Value {
-    let answer = stack.post(process, "/vps/recover", body).await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    answer.body
+    let response = stack.post(process, "/vps/recover", body).await;
+    assert_eq!(response.status, 202, "{response:?}");
+    response.body
 }
 
 async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
@@ -38,10 +38,10 @@ async fn until_status(stack: &Stack, process: &Process, machine: &str, status: &
 
 /// Sends heartbeats of a host that adopts the epoch it receives.
 async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
-    let mut body = beat_of(guest);
+    let mut body = heartbeat_of(guest);
     for _ in 0..200 {
-        let answer = stack.beat(process, guest, &body).await.body;
-        body["epoch"] = answer["epoch"].clone();
+        let response = stack.send_heartbeat(process, guest, &body).await.body;
+        body["epoch"] = response["epoch"].clone();
         if stack.status(process, &guest.machine).await == "running" {
             return;
         }
@@ -53,12 +53,12 @@ async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
 #[tokio::test(flavor = "multi_thread")]
 async fn cancelled_recovery_keeps_the_healthy_machine() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
     let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", is_requested).await;
+    stack.eventually("the final backup is requested", is_requested).await;
     let path = format!("/vps/{}/fail", id(&recovery, "machineId"));
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
@@ -73,9 +73,9 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     assert_eq!(power(&stack, &old.guest.machine), Some(Power::Running));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
-    let answer = stack.beat(&process, &old.guest, &beat_of(&old.guest)).await.body;
+    let response = stack.send_heartbeat(&process, &old.guest, &heartbeat_of(&old.guest)).await.body;
     assert_eq!(
-        (&answer["epoch"], &answer["superseded"], &answer["quiesce"]),
+        (&response["epoch"], &response["superseded"], &response["quiesce"]),
         (&json!(3), &json!(false), &Value::Null)
     );
 }
@@ -83,11 +83,11 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_boot_switches_the_old_machine_on_again() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
-    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it is kept, and off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
@@ -116,8 +116,8 @@ async fn failed_boot_switches_the_old_machine_on_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_registration_gives_the_slot_back() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
     until_status(&stack, &process, &old.machine, "failed").await;
@@ -129,11 +129,11 @@ async fn expired_registration_gives_the_slot_back() {
 #[tokio::test(flavor = "multi_thread")]
 async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "2")]);
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "2")]);
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     stack.register(&process, &new).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
     assert_eq!(power(&stack, &old.machine), Some(Power::Off), "its successor has not served yet");
@@ -150,7 +150,7 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
         (&json!(new.machine), &Value::Null)
     );
 
-    stack.beat(&process, &new, &beat_of(&new)).await;
+    stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let copies = record(&stack, &process, &new.machine).await["copies"].clone();
     assert!(copies["kept"][0]["until"].is_string(), "{copies}");
     let gone = || async { power(&stack, &old.machine).is_none().then_some(()) };
@@ -161,14 +161,14 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
 #[tokio::test(flavor = "multi_thread")]
 async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
-    let operation = stack.ended(&process, &id(&recovery, "operationId")).await;
+    let operation = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
-    stack.beat(&process, &new, &beat_of(&new)).await;
+    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
+    stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let kept = record(&stack, &process, &old.machine).await;
     assert_eq!(kept["unsavedSince"], "2026-01-02T03:04:05.678Z", "{kept}");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
@@ -201,14 +201,15 @@ async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "0"), ("POWER_OFF_RETRY_SECONDS", "2")]);
-    let old = stack.running(&process, "user_1").await;
+    let process =
+        stack.start_platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "0"), ("POWER_OFF_RETRY_SECONDS", "2")]);
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "POST", "/actions/poweroff", locked.clone()));
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let operation = stack.ended(&process, &id(&recovery, "operationId")).await;
+    let operation = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("succeeded"), &Value::Null),
@@ -222,8 +223,8 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
         (&json!("power_off_server"), &json!(why)),
         "{operation}"
     );
-    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
-    stack.beat(&process, &new, &beat_of(&new)).await;
+    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
+    stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let removal = || async {
         let operations = record(&stack, &process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|it| it["kind"] == "remove_server").cloned()
@@ -239,81 +240,81 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replace_first_deletes_first_and_asks_before_data_loss() {
+async fn replace_first_requires_confirmation_before_data_loss() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "replaceFirst": true})).await;
     let path = format!("/vps/operations/{}", id(&recovery, "operationId"));
-    let asks = || async {
+    let waiting = || async {
         let found = stack.get(&process, &path).await.body;
         (found["state"] == "waiting").then_some(found)
     };
-    let asks = stack.eventually("it asks", asks).await;
-    assert_eq!(asks["question"]["code"], "replace_first_loses_data", "{asks}");
+    let waiting = stack.eventually("the operation waits", waiting).await;
+    assert_eq!(waiting["question"]["code"], "replace_first_loses_data", "{waiting}");
     stack.assert_only_server(&old.machine);
     stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;
-    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     stack.assert_only_server(&new.machine);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn boot_progress_extends_the_registration_deadline() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("REGISTRATION_TTL_SECONDS", "3")]);
-    let made = stack.provision(&process, "user_1").await;
-    let guest = stack.guest(&process, &id(&made, "machineId")).await;
-    let says = |bytes: u64| {
+    let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "3")]);
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, &id(&provisioned, "machineId")).await;
+    let report_bytes = |bytes: u64| {
         let path = format!("/vps/{}/boot-stage", guest.machine);
         let request = stack.request(&process, reqwest::Method::POST, &path);
         let body = json!({"stage": "restore", "progress": {"bytes": bytes, "totalBytes": 100}});
         stack.send(request.bearer_auth(&guest.registration_token).json(&body))
     };
     for bytes in 1..=6 {
-        assert_eq!(says(bytes).await.status, 204);
+        assert_eq!(report_bytes(bytes).await.status, 204);
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     }
     let booting = record(&stack, &process, &guest.machine).await;
     assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(6)));
     let stuck = || async {
         // Repeated figures are not progress.
-        says(6).await;
+        report_bytes(6).await;
         (stack.status(&process, &guest.machine).await == "failed").then_some(())
     };
     stack.eventually("silence ends it", stuck).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_of_a_lost_pointer_changes_nothing() {
+async fn recovery_with_lost_pointer_changes_nothing() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
-    let mut beat = beat_of(&old);
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
+    let mut beat = heartbeat_of(&old);
     beat["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-02T03:04:05.678Z",
         "key": "system/db/snapshots/x.dump", "sizeBytes": 4});
-    stack.beat(&process, &old, &beat).await;
+    stack.send_heartbeat(&process, &old, &beat).await;
     stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     let refused = stack.post(&process, "/vps/recover", &empty).await;
     refused.assert_problem(409, "snapshot_unusable");
     assert!(refused.body["detail"].as_str().unwrap().contains("svcctl pointer rebuild"), "{refused:?}");
     let deleted = stack.delete(&process, &format!("/vps/{}", old.machine)).await.body;
-    stack.ended(&process, &id(&deleted, "operationId")).await;
+    stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
     let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     again.assert_problem(409, "snapshot_unusable");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn discard_waits_for_the_last_backup_of_a_deletion() {
+async fn discard_waits_for_final_backup_of_a_deletion() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("DELETE_GRACE_SECONDS", "60")];
-    let process = stack.platform_with(&settings);
+    let process = stack.start_platform_with(&settings);
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", is_requested).await;
+    stack.eventually("the final backup is requested", is_requested).await;
 
     let path = format!("/vps/{machine}/discard");
     let refused = stack.post(&process, &path, &json!({})).await;
@@ -323,11 +324,11 @@ async fn discard_waits_for_the_last_backup_of_a_deletion() {
     assert_eq!(power(&stack, &machine), Some(Power::Running));
 
     old.store_backup(&stack, "user_1");
-    let ended = stack.ended(&process, &id(&deleted, "operationId")).await;
+    let ended = stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert!(record(&stack, &process, &machine).await["finalBackupAt"].is_string());
 
-    // Without a recorded last backup or an accepted loss, data may be unsaved.
+    // Without a recorded final backup or an accepted loss, data may be unsaved.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET final_backup_at = NULL", &[]).await.unwrap();
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
@@ -338,15 +339,15 @@ async fn discard_waits_for_the_last_backup_of_a_deletion() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
+async fn discard_waits_for_successor_unless_loss_is_accepted() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("PREDECESSOR_KEEP_SECONDS", "60")];
-    let process = stack.platform_with(&settings);
+    let process = stack.start_platform_with(&settings);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", is_requested).await;
+    stack.eventually("the final backup is requested", is_requested).await;
     let path = format!("/vps/{}/discard", old.guest.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
@@ -354,7 +355,7 @@ async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
 
     let machine = old.guest.machine.clone();
     drop(old);
-    let ended = stack.ended(&process, &id(&recovery, "operationId")).await;
+    let ended = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     let kept = record(&stack, &process, &machine).await;
     assert_eq!((&kept["finalBackupAt"], &kept["unsavedSince"]), (&Value::Null, &Value::Null), "{kept}");
@@ -364,8 +365,8 @@ async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
 /// A machine that failed as `server_gone` although its server exists.
 async fn wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
-    let process = stack.platform_with(settings);
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(settings);
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let client = stack.database.connect().await.unwrap();
     let gone = "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone', \
@@ -380,7 +381,7 @@ async fn wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
     let (stack, process, old) = wrongly_gone(&[]).await;
     let recovery = recover(&stack, &process, &body()).await;
-    stack.ended(&process, &id(&recovery, "operationId")).await;
+    stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(power(&stack, &old.machine), Some(Power::Off));
     let kept = record(&stack, &process, &old.machine).await;
     assert_eq!((&kept["failure"]["cause"], kept["unsavedSince"].is_string()), (&json!("reinstating"), true));
@@ -394,7 +395,7 @@ async fn server_wrongly_reported_gone_survives_immediate_deletion() {
     let (stack, process, old) = wrongly_gone(&[]).await;
     let path = format!("/vps/{}", old.machine);
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
-    stack.ended(&process, &id(&deleted, "operationId")).await;
+    stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
     let kept = record(&stack, &process, &old.machine).await;
     assert!(kept["unsavedSince"].is_string(), "{kept}");
     let path = format!("{path}/discard");
@@ -413,7 +414,7 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
     let on = stack.post(&process, &path, &json!({"action": "on"})).await;
     assert_eq!(on.status, 202, "{on:?}");
     beat_until_running(&stack, &process, &old).await;
-    stack.ended_while_beating(&process, &id(&on.body, "operationId")).await;
+    stack.wait_until_ended_with_heartbeats(&process, &id(&on.body, "operationId")).await;
     assert_eq!(record(&stack, &process, &old.machine).await["failure"], Value::Null);
 }
 
@@ -426,7 +427,7 @@ async fn server_found_at_its_removal_is_kept_and_undeleted() {
     let path = format!("/vps/{}", old.machine);
     let client = stack.database.connect().await.unwrap();
     let deleted = stack.delete(&process, &path).await.body;
-    stack.ended(&process, &id(&deleted, "operationId")).await;
+    stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
     stack.provider.hide_servers(&[]);
     let kept =
         || async { record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(()) };

@@ -10,7 +10,7 @@ use svc::http::proof::ProofKeys;
 use svc::platform::config::PlatformConfig;
 
 use super::internal_host::{Host, host};
-use super::stack::{Process, Stack, beat_of};
+use super::stack::{Process, Stack, heartbeat_of};
 
 const FAST: [(&str, &str); 2] = [("PROOF_KEY_ROTATE_SECONDS", "4"), ("PROOF_KEY_OVERLAP_SECONDS", "1")];
 
@@ -19,12 +19,12 @@ fn kids(keys: &ProofKeys) -> Vec<String> {
 }
 
 /// A heartbeat that acknowledges the host's keys and stores the returned ones.
-async fn beat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
+async fn send_heartbeat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
     let had = kids(&host.keys.lock().unwrap());
-    let mut body = beat_of(&host.guest);
+    let mut body = heartbeat_of(&host.guest);
     body["proofKids"] = json!(had);
-    let answer = stack.beat(process, &host.guest, &body).await;
-    let given: ProofKeys = serde_json::from_value(answer.body["proofKeys"].clone()).unwrap();
+    let response = stack.send_heartbeat(process, &host.guest, &body).await;
+    let given: ProofKeys = serde_json::from_value(response.body["proofKeys"].clone()).unwrap();
     *host.keys.lock().unwrap() = given.clone();
     kids(&given)
 }
@@ -32,7 +32,7 @@ async fn beat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
 #[tokio::test(flavor = "multi_thread")]
 async fn keys_rotate_without_refused_proofs() {
     let stack = Stack::start().await;
-    let (one, two) = (stack.platform_with(&FAST), stack.platform_with(&FAST));
+    let (one, two) = (stack.start_platform_with(&FAST), stack.start_platform_with(&FAST));
     let host = host(&stack, &one).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
     let first = kids(&host.keys.lock().unwrap()).remove(0);
@@ -44,12 +44,12 @@ async fn keys_rotate_without_refused_proofs() {
         assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
         let process = if requests % 2 == 0 { &one } else { &two };
         if requests % 15 == 0 {
-            let given = beat(&stack, process, &host).await;
+            let given = send_heartbeat(&stack, process, &host).await;
             assert!((1..=3).contains(&given.len()), "{given:?}");
             known.extend(given);
         }
-        let answer = stack.post(process, &path, &json!({})).await;
-        assert_eq!(answer.status, 202, "{answer:?}\n{}", stack.log());
+        let response = stack.post(process, &path, &json!({})).await;
+        assert_eq!(response.status, 202, "{response:?}\n{}", stack.log());
         requests += 1;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -63,31 +63,31 @@ async fn keys_rotate_without_refused_proofs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn key_stays_until_every_host_acknowledges_its_successor() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&FAST);
+    let process = stack.start_platform_with(&FAST);
     let host = host(&stack, &process).await;
     let first = kids(&host.keys.lock().unwrap()).remove(0);
-    let silent = stack.running(&process, "user_2").await;
-    let began = Instant::now();
+    let silent = stack.start_machine(&process, "user_2").await;
+    let started = Instant::now();
     let mut most = 0;
-    while began.elapsed() < Duration::from_secs(8) {
-        let given = beat(&stack, &process, &host).await;
+    while started.elapsed() < Duration::from_secs(8) {
+        let given = send_heartbeat(&stack, &process, &host).await;
         assert!(given.contains(&first), "{given:?}");
         most = most.max(given.len());
-        let answer = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
-        assert_eq!(answer.status, 202, "{answer:?}");
+        let response = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
+        assert_eq!(response.status, 202, "{response:?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     assert!(most >= 2, "other hosts continue with the successor");
     // Its last user is gone, so the key is retired.
     stack.delete(&process, &format!("/vps/{}", silent.machine)).await;
-    let gone = || async { (!beat(&stack, &process, &host).await.contains(&first)).then_some(()) };
+    let gone = || async { (!send_heartbeat(&stack, &process, &host).await.contains(&first)).then_some(()) };
     stack.eventually("the first key is retired", gone).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn app_key_signs_once_every_router_has_it() {
+async fn app_key_signs_only_after_every_router_has_it() {
     let stack = Stack::start().await;
-    let _process = stack.platform_with(&FAST);
+    let _process = stack.start_platform_with(&FAST);
     let client = stack.database.connect().await.unwrap();
     let kept = || async {
         let sql =
@@ -134,9 +134,9 @@ async fn app_key_signs_once_every_router_has_it() {
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_host_delays_no_rotation_and_keeps_its_key() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[FAST[0], FAST[1], ("PROOF_KEY_SILENCE_SECONDS", "2")]);
+    let process = stack.start_platform_with(&[FAST[0], FAST[1], ("PROOF_KEY_SILENCE_SECONDS", "2")]);
     let host = host(&stack, &process).await;
-    beat(&stack, &process, &host).await;
+    send_heartbeat(&stack, &process, &host).await;
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let client = stack.database.connect().await.unwrap();
     let retired = || async {
@@ -150,12 +150,12 @@ async fn silent_host_delays_no_rotation_and_keeps_its_key() {
     let request_backup = || async { stack.post(&process, &path, &json!({})).await.status };
     assert_eq!(request_backup().await, 202, "proofs for this host use the key that it has");
     // Its next heartbeat delivers the new keys and removes none that still signs for it.
-    let given = beat(&stack, &process, &host).await;
+    let given = send_heartbeat(&stack, &process, &host).await;
     assert!(given.contains(&first) && given.len() >= 2, "{given:?}");
     assert_eq!(request_backup().await, 202);
-    beat(&stack, &process, &host).await;
+    send_heartbeat(&stack, &process, &host).await;
     assert_eq!(request_backup().await, 202);
-    let given = beat(&stack, &process, &host).await;
+    let given = send_heartbeat(&stack, &process, &host).await;
     assert!(!given.contains(&first), "{given:?}");
     assert_eq!(request_backup().await, 202);
 }

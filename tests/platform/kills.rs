@@ -8,7 +8,7 @@ use serde_json::json;
 use svc::platform::operations::{OperationKind, points};
 
 use super::deploy::{Fleet, NEXT};
-use super::stack::{Guest, SECRET, Stack, beat_of, provision_body};
+use super::stack::{Guest, SECRET, Stack, heartbeat_of, provision_body};
 
 const MAX_CONCURRENT: usize = 3;
 
@@ -26,17 +26,17 @@ fn killed_at(point: &str) -> String {
 async fn provision_survives_a_kill_at_every_point() {
     every_point(OperationKind::Provision, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
         stack.subscribe(&first, "user_1").await;
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/provision", &provision_body("user_1")).await;
-        first.killed().await;
+        first.wait_until_killed().await;
 
-        let second = stack.platform();
+        let second = stack.start_platform();
         let found = stack.post(&second, "/vps/provision", &provision_body("user_1")).await;
         assert_eq!(found.status, 200, "{point}: {found:?}");
         let machine = found.body["machineId"].as_str().unwrap();
-        let operation = stack.ended(&second, found.body["operationId"].as_str().unwrap()).await;
+        let operation = stack.wait_until_ended(&second, found.body["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
         assert_eq!(stack.status(&second, machine).await, "running", "{point}");
         stack.assert_only_server(machine);
@@ -50,21 +50,21 @@ async fn provision_survives_a_kill_at_every_point() {
 async fn recover_survives_a_kill_at_every_point() {
     every_point(OperationKind::Recover, |point| async move {
         let stack = Stack::start().await;
-        let mut calm = stack.platform();
-        let old = stack.running(&calm, "user_1").await;
+        let mut calm = stack.start_platform();
+        let old = stack.start_machine(&calm, "user_1").await;
         stack.snapshot("user_1");
         calm.kill();
-        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
         let body = json!({"idpUserId": "user_1", "acceptLoss": true});
         let _ = stack.try_post(&first, "/vps/recover", &body).await;
-        first.killed().await;
+        first.wait_until_killed().await;
 
-        let second = stack.platform();
+        let second = stack.start_platform();
         let found = stack.post(&second, "/vps/recover", &body).await;
         assert_eq!(found.status, 202, "{point}: {found:?}");
         assert_eq!(found.body["oldMachineId"], old.machine, "{point}");
         let machine = found.body["machineId"].as_str().unwrap();
-        let operation = stack.ended(&second, found.body["operationId"].as_str().unwrap()).await;
+        let operation = stack.wait_until_ended(&second, found.body["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
         assert_eq!(stack.status(&second, machine).await, "running", "{point}");
         stack.assert_only_server(machine);
@@ -79,17 +79,17 @@ async fn recover_survives_a_kill_at_every_point() {
 async fn delete_survives_a_kill_at_every_point() {
     every_point(OperationKind::Delete, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
-        let guest = stack.running(&first, "user_1").await;
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let guest = stack.start_machine(&first, "user_1").await;
         let path = format!("/vps/{}?acceptLoss=true", guest.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(super::stack::SECRET);
         let _ = request.send().await;
-        first.killed().await;
+        first.wait_until_killed().await;
 
-        let second = stack.platform();
+        let second = stack.start_platform();
         let again = stack.delete(&second, &path).await;
         assert_eq!(again.status, 202, "{point}: {again:?}");
-        let operation = stack.ended(&second, again.body["operationId"].as_str().unwrap()).await;
+        let operation = stack.wait_until_ended(&second, again.body["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}");
         stack.assert_no_server();
     })
@@ -100,13 +100,13 @@ async fn delete_survives_a_kill_at_every_point() {
 async fn removal_of_a_server_survives_a_kill_at_every_point() {
     every_point(OperationKind::RemoveServer, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
-        let guest = stack.running(&first, "user_1").await;
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let guest = stack.start_machine(&first, "user_1").await;
         let path = format!("/vps/{}?acceptLoss=true", guest.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
         let _ = request.send().await;
-        first.killed().await;
-        let _second = stack.platform();
+        first.wait_until_killed().await;
+        let _second = stack.start_platform();
         stack.assert_no_server();
     })
     .await;
@@ -118,23 +118,27 @@ async fn reinstatement_survives_a_kill_at_every_point() {
         let stack = Stack::start().await;
         let settings = [("FAILPOINTS", killed_at(&point)), ("DELETE_GRACE_SECONDS", "600".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
-        let mut first = stack.platform_with(&settings);
-        let guest = stack.running(&first, "user_1").await;
+        let mut first = stack.start_platform_with(&settings);
+        let guest = stack.start_machine(&first, "user_1").await;
         let deleted = stack.delete(&first, &format!("/vps/{}", guest.machine)).await.body;
-        stack.ended(&first, deleted["operationId"].as_str().unwrap()).await;
+        stack.wait_until_ended(&first, deleted["operationId"].as_str().unwrap()).await;
         let path = format!("/vps/{}/undelete", guest.machine);
         let _ = stack.try_post(&first, &path, &json!({})).await;
-        let mut beat = beat_of(&guest);
+        let mut beat = heartbeat_of(&guest);
         beat["epoch"] = json!(2);
-        let (host, said) = (&guest, &beat);
+        let (host, body) = (&guest, &beat);
         let stack_ref = &stack;
-        first.killed_while(|base| async move { drop(stack_ref.try_beat(&base, host, said).await) }).await;
+        first
+            .wait_until_killed_while(|base| async move {
+                drop(stack_ref.try_send_heartbeat(&base, host, body).await);
+            })
+            .await;
 
-        let second = stack.platform_with(&[("DELETE_GRACE_SECONDS", "600")]);
+        let second = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "600")]);
         let runs = || async {
             let is_on = stack.provider.servers()[0].status == Power::Running;
             if is_on {
-                stack.beat(&second, &guest, &beat).await;
+                stack.send_heartbeat(&second, &guest, &beat).await;
             }
             (is_on && stack.status(&second, &guest.machine).await == "running").then_some(())
         };
@@ -149,23 +153,23 @@ async fn reinstatement_survives_a_kill_at_every_point() {
 async fn survives_kills(kind: OperationKind, action: &'static str, power: Power) {
     let run = |point: String| async move {
         let stack = Stack::start().await;
-        let mut calm = stack.platform();
-        let guest = stack.running(&calm, "user_1").await;
+        let mut calm = stack.start_platform();
+        let guest = stack.start_machine(&calm, "user_1").await;
         let path = format!("/vps/{}/power", guest.machine);
         if kind == OperationKind::PowerOn {
             let off = stack.post(&calm, &path, &json!({"action": "off"})).await;
-            stack.ended(&calm, off.body["operationId"].as_str().unwrap()).await;
+            stack.wait_until_ended(&calm, off.body["operationId"].as_str().unwrap()).await;
         }
         calm.kill();
-        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
         // The kill can precede the response.
         let _ = stack.try_post(&first, &path, &json!({"action": action})).await;
-        first.killed_while(|base| stack.try_beats(base)).await;
+        first.wait_until_killed_while(|base| stack.try_send_heartbeats(base)).await;
 
-        let second = stack.platform();
+        let second = stack.start_platform();
         let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
         let operation = record["operations"][0]["operationId"].as_str().unwrap();
-        let operation = stack.ended_while_beating(&second, operation).await;
+        let operation = stack.wait_until_ended_with_heartbeats(&second, operation).await;
         assert_eq!(operation["kind"], kind.as_str(), "{point}: {operation}");
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
         let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
@@ -195,24 +199,24 @@ async fn reboot_survives_a_kill_at_every_point() {
 async fn resize_survives_a_kill_at_every_point() {
     every_point(OperationKind::Resize, |point| async move {
         let stack = Stack::start().await;
-        let mut calm = stack.platform();
-        let guest = stack.running(&calm, "user_1").await;
+        let mut calm = stack.start_platform();
+        let guest = stack.start_machine(&calm, "user_1").await;
         calm.kill();
         // The power has to be cut, so that every step does something.
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         let settings = [("FAILPOINTS", killed_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
-        let mut first = stack.platform_with(&settings);
+        let mut first = stack.start_platform_with(&settings);
         let path = format!("/vps/{}/resize", guest.machine);
         let request = stack.request(&first, reqwest::Method::POST, &path).bearer_auth(SECRET);
         // The kill can precede the response.
         let _ = request.json(&json!({"serverType": "cpx32"})).send().await;
-        first.killed_while(|base| stack.try_beats(base)).await;
+        first.wait_until_killed_while(|base| stack.try_send_heartbeats(base)).await;
 
-        let second = stack.platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "1")]);
+        let second = stack.start_platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "1")]);
         let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
         let operation = record["operations"][0]["operationId"].as_str().unwrap();
-        let operation = stack.ended_while_beating(&second, operation).await;
+        let operation = stack.wait_until_ended_with_heartbeats(&second, operation).await;
         assert_eq!(operation["kind"], "resize", "{point}: {operation}");
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
         let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
@@ -238,13 +242,13 @@ struct UpdatingHosts<'a> {
 
 impl UpdatingHosts<'_> {
     /// A heartbeat of each host, to a platform that may be dead.
-    async fn beat(&self, base: String) {
+    async fn send_heartbeat(&self, base: String) {
         for (at, guest) in self.guests.iter().enumerate() {
-            let mut body = beat_of(guest);
+            let mut body = heartbeat_of(guest);
             if self.updated.lock().unwrap().contains(&at) {
                 body["imageVersion"] = json!(NEXT);
             }
-            let Some(response) = self.stack.try_beat(&base, guest, &body).await else { continue };
+            let Some(response) = self.stack.try_send_heartbeat(&base, guest, &body).await else { continue };
             let mut updated = self.updated.lock().unwrap();
             if response["desiredImageVersion"] == NEXT && !updated.contains(&at) {
                 updated.push(at);
@@ -258,7 +262,7 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
     // The canary is requested; it succeeds and the others are requested; they succeed.
     const STEPS: usize = 3;
     let mut points = Vec::new();
-    for point in svc::platform::rollouts::POINTS {
+    for point in svc::platform::rollouts::FAILPOINTS {
         points.extend((0..STEPS).map(|nth| (*point, nth)));
     }
     let run = |(point, nth): (&'static str, usize)| async move {
@@ -268,11 +272,11 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/deploy", &body).await;
         let hosts = UpdatingHosts { stack: &stack, guests: &guests, updated: Mutex::default() };
-        first.killed_while(|base| hosts.beat(base)).await;
+        first.wait_until_killed_while(|base| hosts.send_heartbeat(base)).await;
 
-        let second = stack.platform();
+        let second = stack.start_platform();
         let check = || async {
-            hosts.beat(second.base.clone()).await;
+            hosts.send_heartbeat(second.base.clone()).await;
             let list = stack.get(&second, "/vps/deploy").await.body;
             let rollout = list["rollouts"][0].clone();
             (rollout["state"] != "running").then_some(rollout)

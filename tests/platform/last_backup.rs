@@ -1,4 +1,4 @@
-//! The last backup of a host that is replaced: its writers stop, and the operation waits for a later snapshot while
+//! The final backup of a host that is replaced: its writers stop, and the operation waits for a later snapshot while
 //! it makes progress. If none can be made, an operator decides.
 
 use std::time::Duration;
@@ -14,15 +14,15 @@ use super::stack::{BUCKET, Process, Stack, heartbeat};
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
 /// The accepted loss when the slot has a snapshot.
-const ACCEPTED: &str = "no last backup; the operator accepted the loss of what was written since the newest copy, which \
+const ACCEPTED: &str = "no final backup; the operator accepted the loss of what was written since the newest copy, which \
                         is the snapshot of 2026-01-02T03:04:05.678Z";
 
 async fn recover(stack: &Stack, process: &Process, more: Value) -> Value {
     let mut body = json!({"idpUserId": "user_1"});
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    let answer = stack.post(process, "/vps/recover", &body).await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    answer.body
+    let response = stack.post(process, "/vps/recover", &body).await;
+    assert_eq!(response.status, 202, "{response:?}");
+    response.body
 }
 
 async fn operation(stack: &Stack, process: &Process, recovery: &Value) -> Value {
@@ -30,12 +30,12 @@ async fn operation(stack: &Stack, process: &Process, recovery: &Value) -> Value 
     stack.get(process, &path).await.body
 }
 
-async fn waiting(stack: &Stack, process: &Process, recovery: &Value) -> Value {
+async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -> Value {
     let waits = || async {
         let found = operation(stack, process, recovery).await;
         (found["state"] == "waiting").then_some(found)
     };
-    stack.eventually("the operation asks", waits).await
+    stack.eventually("the operation waits", waits).await
 }
 
 async fn called(stack: &Stack, host: &Host, method: &str, path: &str) {
@@ -44,7 +44,7 @@ async fn called(stack: &Stack, host: &Host, method: &str, path: &str) {
 
 /// The log line of the step `last_backup` of a successful operation.
 async fn note(stack: &Stack, process: &Process, recovery: &Value) -> String {
-    let operation = stack.ended(process, recovery["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     let lines = operation["log"].as_array().unwrap().clone();
     let done = lines.iter().find(|line| line["step"] == "last_backup" && line["outcome"] == "done");
@@ -69,7 +69,7 @@ fn now() -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
@@ -106,9 +106,9 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
 
 /// With a fence at an impossible epoch, the pointer would refuse every backup of the host.
 #[tokio::test(flavor = "multi_thread")]
-async fn invented_fence_is_replaced_before_the_host_is_asked() {
+async fn invented_fence_is_replaced_before_backup_request() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let mut forged = stack.pointer("user_1");
@@ -131,7 +131,7 @@ async fn invented_fence_is_replaced_before_the_host_is_asked() {
 async fn progressing_backup_extends_every_deadline() {
     let stack = Stack::start().await;
     let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
-    let process = stack.platform_with(&short);
+    let process = stack.start_platform_with(&short);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
@@ -149,15 +149,15 @@ async fn progressing_backup_extends_every_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn missing_backup_of_a_reachable_host_asks_the_operator() {
+async fn missing_backup_of_reachable_host_waits_for_operator() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert_eq!(asks["question"]["code"], "last_backup_missing", "{asks}");
-    let detail = asks["question"]["detail"].as_str().unwrap();
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert_eq!(waiting["question"]["code"], "last_backup_missing", "{waiting}");
+    let detail = waiting["question"]["detail"].as_str().unwrap();
     assert!(detail.contains("2026-01-02T03:04:05.678Z") && detail.contains("no progress"), "{detail}");
     assert_eq!(stack.provider.servers().len(), 1, "no server was created or deleted");
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
@@ -168,12 +168,12 @@ async fn missing_backup_of_a_reachable_host_asks_the_operator() {
     // Waiting for an operator does not count as run time of the operation.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE operations SET created_at = now() - interval '2 days'", &[]).await.unwrap();
-    let answer = stack.post(&process, &path, &json!({"acceptLoss": false})).await;
-    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("running")), "{answer:?}");
-    waiting(&stack, &process, &recovery).await;
+    let response = stack.post(&process, &path, &json!({"acceptLoss": false})).await;
+    assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
+    wait_for_question(&stack, &process, &recovery).await;
     assert_eq!(old.calls("POST", BACKUP), 2, "the backup was requested again");
-    let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
-    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("running")), "{answer:?}");
+    let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
     assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
     stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
     assert_eq!(audited(&stack, "operation.continue").await.len(), 2);
@@ -188,16 +188,16 @@ async fn missing_backup_of_a_reachable_host_asks_the_operator() {
 #[tokio::test(flavor = "multi_thread")]
 async fn abandoned_recovery_leaves_the_old_machine_running() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     old.script.lock().unwrap().stops = false;
     let recovery = recover(&stack, &process, json!({})).await;
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{asks}");
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
     let path = format!("/vps/operations/{}/abandon", recovery["operationId"].as_str().unwrap());
-    let answer = stack.post(&process, &path, &json!({})).await;
-    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("failed")), "{answer:?}");
+    let response = stack.post(&process, &path, &json!({})).await;
+    assert_eq!((response.status, &response.body["state"]), (200, &json!("failed")), "{response:?}");
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
     called(&stack, &old, "POST", "/_svc/internal/resume").await;
     assert_eq!(stack.provider.servers().len(), 1);
@@ -211,17 +211,17 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failed_backup_is_retried_before_the_operator_is_asked() {
+async fn failed_backup_is_retried_before_operation_waits() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     old.script.lock().unwrap().progress =
         json!({"running": false, "last": {"status": "error", "beganAt": late, "error": "no space left"}});
     let recovery = recover(&stack, &process, json!({})).await;
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["question"]["detail"].as_str().unwrap().contains("no space left"), "{asks}");
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert!(waiting["question"]["detail"].as_str().unwrap().contains("no space left"), "{waiting}");
     assert_eq!(old.calls("POST", BACKUP), 3);
 }
 
@@ -234,18 +234,18 @@ fn held_back(more: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn held_snapshot_asks_at_once_and_counts_once_accepted() {
+async fn held_snapshot_waits_and_counts_after_acceptance() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let loss = "the table app_notes.notes with 400 rows is gone";
     old.script.lock().unwrap().progress = held_back(&json!({"held": {"latest": "k", "loss": loss}}));
     let recovery = recover(&stack, &process, json!({})).await;
-    let asks = waiting(&stack, &process, &recovery).await;
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
     let taken_at = now();
-    assert_eq!(asks["question"]["code"], "last_backup_held_back", "{asks}");
-    let detail = asks["question"]["detail"].as_str().unwrap();
+    assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
+    let detail = waiting["question"]["detail"].as_str().unwrap();
     let accept = format!("svcctl backup accept {}", old.guest.machine);
     for part in
         [loss, &accept, "svcctl operation continue", "2026-01-02T03:04:05.678Z", "--accept-loss", "abandon"]
@@ -256,13 +256,13 @@ async fn held_snapshot_asks_at_once_and_counts_once_accepted() {
 
     let path = continue_path(&recovery);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["log"].to_string().contains("retried the step"), "{asks}");
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert!(waiting["log"].to_string().contains("retried the step"), "{waiting}");
     let accept = format!("/vps/{}/backup-accept", old.guest.machine);
     let accepted = stack.post(&process, &accept, &json!({})).await;
     assert_eq!(
         accepted.status, 202,
-        "a machine out of service must still make its last backup: {accepted:?}"
+        "a machine out of service must still make its final backup: {accepted:?}"
     );
     called(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
     // The current machine of the slot represents the one that it will replace.
@@ -287,22 +287,22 @@ async fn held_snapshot_asks_at_once_and_counts_once_accepted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn older_host_with_a_held_snapshot_gets_no_retries() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let error =
         "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if nothing is missed";
     old.script.lock().unwrap().progress = held_back(&json!({"error": error}));
     let recovery = recover(&stack, &process, json!({})).await;
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert_eq!(asks["question"]["code"], "last_backup_held_back", "{asks}");
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
     assert_eq!(old.calls("POST", BACKUP), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn older_host_is_backed_up_without_quiescing() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "20")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "20")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     {
@@ -316,9 +316,9 @@ async fn older_host_is_backed_up_without_quiescing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn host_with_another_key_than_the_registered_one_is_not_asked() {
+async fn host_with_unregistered_key_gets_no_request() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let old = host(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET tls_spki_sha256 = $1", &[&"0".repeat(64)]).await.unwrap();
@@ -333,7 +333,7 @@ async fn host_with_another_key_than_the_registered_one_is_not_asked() {
 /// A slot whose host keeps its writers, and reports more dispatches at each call.
 async fn host_that_never_stops() -> (Stack, Process, Host) {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     {
@@ -347,13 +347,13 @@ async fn host_that_never_stops() -> (Stack, Process, Host) {
 async fn growing_dispatch_count_does_not_delay_the_operation() {
     let (stack, process, old) = host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({})).await;
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{asks}");
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
     assert!(old.script.lock().unwrap().dispatches > 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn loss_accepted_beforehand_bounds_a_host_that_never_stops() {
+async fn accepted_loss_limits_wait_for_host_that_never_stops() {
     let (stack, process, _) = host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
     assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
@@ -364,27 +364,27 @@ async fn loss_accepted_beforehand_bounds_a_host_that_never_stops() {
 async fn endless_progress_is_bounded() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "2"), ("LAST_BACKUP_LIMIT_SECONDS", "5")];
-    let process = stack.platform_with(&settings);
+    let process = stack.start_platform_with(&settings);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     // Too small to count as progress.
     let counting = counts_up(&old, 1);
     let recovery = recover(&stack, &process, json!({})).await;
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["question"]["detail"].as_str().unwrap().contains("no progress"), "{asks}");
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert!(waiting["question"]["detail"].as_str().unwrap().contains("no progress"), "{waiting}");
     counting.abort();
     // Enough progress, but without an end.
     let counting = counts_up(&old, 8 << 20);
     assert_eq!(stack.post(&process, &continue_path(&recovery), &json!({})).await.status, 200);
-    let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["question"]["detail"].as_str().unwrap().contains("has not ended within"), "{asks}");
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    assert!(waiting["question"]["detail"].as_str().unwrap().contains("has not ended within"), "{waiting}");
     counting.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn loss_is_accepted_while_a_host_claims_progress() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let counting = counts_up(&old, 8 << 20);
@@ -392,8 +392,8 @@ async fn loss_is_accepted_while_a_host_claims_progress() {
     called(&stack, &old, "POST", BACKUP).await;
     let path = continue_path(&recovery);
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
-    let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
-    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("running")), "{answer:?}");
+    let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
     assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
     counting.abort();
 }
@@ -412,9 +412,9 @@ fn counts_up(old: &Host, by: u64) -> tokio::task::JoinHandle<()> {
 
 /// The credentials of a replaced machine allow all of these writes.
 #[tokio::test(flavor = "multi_thread")]
-async fn forged_snapshot_does_not_count_as_last_backup() {
+async fn forged_snapshot_does_not_count_as_final_backup() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let earlier = now();
@@ -455,12 +455,12 @@ async fn forged_snapshot_does_not_count_as_last_backup() {
 #[tokio::test(flavor = "multi_thread")]
 async fn unreadable_pointer_is_not_reported_as_no_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let _old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "no JSON");
-    let asks = waiting(&stack, &process, &recovery).await;
-    let detail = asks["question"]["detail"].as_str().unwrap();
+    let waiting = wait_for_question(&stack, &process, &recovery).await;
+    let detail = waiting["question"]["detail"].as_str().unwrap();
     assert!(detail.contains("cannot be read") && !detail.contains("there is no snapshot"), "{detail}");
 }

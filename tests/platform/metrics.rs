@@ -3,14 +3,14 @@
 use reqwest::Method;
 use serde_json::json;
 
-use super::stack::{Answer, Process, SECRET, Stack, heartbeat};
+use super::stack::{ApiResponse, Process, SECRET, Stack, heartbeat};
 use crate::exposition::Exposition;
 
 async fn scrape(stack: &Stack, process: &Process) -> Exposition {
-    let answer = stack.get(process, "/metrics").await;
-    assert_eq!(answer.status, 200, "{answer:?}");
-    assert_eq!(answer.headers["content-type"], "text/plain; version=0.0.4; charset=utf-8");
-    Exposition::read(&answer.text).unwrap_or_else(|error| panic!("{error:#}\n{}", answer.text))
+    let response = stack.get(process, "/metrics").await;
+    assert_eq!(response.status, 200, "{response:?}");
+    assert_eq!(response.headers["content-type"], "text/plain; version=0.0.4; charset=utf-8");
+    Exposition::read(&response.text).unwrap_or_else(|error| panic!("{error:#}\n{}", response.text))
 }
 
 fn assert_grew(before: &Exposition, after: &Exposition, series: &str, by: f64) {
@@ -21,16 +21,16 @@ fn assert_grew(before: &Exposition, after: &Exposition, series: &str, by: f64) {
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_count_work_and_describe_the_fleet() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let before = scrape(&stack, &process).await;
     assert_eq!(before.get("svc_machines{status=\"running\"}"), Some(0.0));
     assert!(before.get("svc_backup_age_seconds{over=\"max\"}").is_some_and(f64::is_nan));
 
-    let guest = stack.running(&process, "user_1").await;
+    let guest = stack.start_machine(&process, "user_1").await;
     let mut beat = heartbeat();
     beat["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-02T03:04:05.678Z",
         "key": "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", "sizeBytes": 4});
-    assert_eq!(stack.beat(&process, &guest, &beat).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
     stack.get(&process, "/nothing/here").await.assert_problem(404, "not_found");
     let succeeded = || async {
         let seen = scrape(&stack, &process).await;
@@ -70,7 +70,7 @@ async fn metrics_count_work_and_describe_the_fleet() {
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_need_an_operator_and_survive_a_database_outage() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let bare = stack.request(&process, Method::GET, "/metrics");
     stack.send(bare).await.assert_problem(401, "unauthorized");
     let wrong = stack.request(&process, Method::GET, "/metrics").bearer_auth(format!("{SECRET}x"));
@@ -86,7 +86,7 @@ async fn metrics_need_an_operator_and_survive_a_database_outage() {
         .batch_execute("ALTER TABLE user_machines RENAME TO away")
         .await
         .unwrap();
-    let without: Answer = stack.get(&process, "/metrics").await;
+    let without: ApiResponse = stack.get(&process, "/metrics").await;
     assert_eq!(without.status, 200);
     let without = Exposition::read(&without.text).unwrap();
     assert_eq!(
@@ -99,7 +99,7 @@ async fn metrics_need_an_operator_and_survive_a_database_outage() {
 #[tokio::test(flavor = "multi_thread")]
 async fn operation_logs_the_id_of_its_request() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("RUST_LOG", "svc=debug")]);
+    let process = stack.start_platform_with(&[("RUST_LOG", "svc=debug")]);
     stack.subscribe(&process, "user_1").await;
     let id = "operators-own-request-0001";
     let body = super::stack::provision_body("user_1");
@@ -107,7 +107,7 @@ async fn operation_logs_the_id_of_its_request() {
     let made = stack.send(request.header("x-request-id", id)).await;
     assert_eq!((made.status, made.headers["x-request-id"].to_str().unwrap()), (202, id));
     let operation = made.body["operationId"].as_str().unwrap().to_owned();
-    let ended = stack.ended(&process, &operation).await;
+    let ended = stack.wait_until_ended(&process, &operation).await;
     assert_eq!(ended["requestId"], id);
 
     let log = stack.log();

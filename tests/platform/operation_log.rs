@@ -20,7 +20,7 @@ const FILL: &str = "
         SELECT operation_id, 'last_backup', 'begun', now() - interval '30 days' FROM operations";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn retries_for_a_month_leave_a_bounded_log() {
+async fn month_of_retries_leaves_a_bounded_log() {
     let database =
         test_database_from(
             "platform",
@@ -31,7 +31,7 @@ async fn retries_for_a_month_leave_a_bounded_log() {
     session.batch_execute(FILL).await.unwrap();
     let id: Uuid = session.query_one("SELECT operation_id FROM operations", &[]).await.unwrap().get(0);
     let id = OperationId(id);
-    let newest = || async { operation_log::newest(&session, id).await.unwrap() };
+    let newest = || async { operation_log::load_newest_lines(&session, id).await.unwrap() };
 
     // Written by a release that added a line for each retry.
     let old = "INSERT INTO operation_log (operation_id, step, outcome, detail) \

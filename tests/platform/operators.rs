@@ -11,37 +11,37 @@ use svc::platform::api::endpoint::{Access, OPERATOR};
 use svc::wire::operator::Scope;
 use tokio::process::Command;
 
-use super::stack::{Answer, Process, SECRET, Stack};
+use super::stack::{ApiResponse, Process, SECRET, Stack};
 
 const HOUR: u64 = 3600;
 
 /// Creates an operator and returns the token.
 async fn added(stack: &Stack, process: &Process, name: &str, scopes: &[&str]) -> String {
     let body = json!({"name": name, "scopes": scopes});
-    let answer = stack.post(process, "/operators", &body).await;
-    assert_eq!(answer.status, 201, "{answer:?}");
-    answer.body["token"].as_str().unwrap().to_owned()
+    let response = stack.post(process, "/operators", &body).await;
+    assert_eq!(response.status, 201, "{response:?}");
+    response.body["token"].as_str().unwrap().to_owned()
 }
 
 async fn rotated(stack: &Stack, process: &Process, name: &str, overlap: u64) -> String {
     let body = json!({"overlapSeconds": overlap});
-    let answer = stack.post(process, &format!("/operators/{name}/rotate"), &body).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
-    answer.body["token"].as_str().unwrap().to_owned()
+    let response = stack.post(process, &format!("/operators/{name}/rotate"), &body).await;
+    assert_eq!(response.status, 200, "{response:?}");
+    response.body["token"].as_str().unwrap().to_owned()
 }
 
 fn by(stack: &Stack, process: &Process, token: &str, method: Method, path: &str) -> RequestBuilder {
     stack.request(process, method, path).bearer_auth(token)
 }
 
-async fn who(stack: &Stack, process: &Process, token: &str) -> Answer {
+async fn who(stack: &Stack, process: &Process, token: &str) -> ApiResponse {
     stack.send(by(stack, process, token, Method::GET, "/operators/whoami")).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_route_takes_the_scopes_it_declares_and_no_other() {
+async fn every_route_accepts_only_its_declared_scopes() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let mut tokens = Vec::new();
     for scope in Scope::ALL {
         let name = format!("only-{scope}");
@@ -58,21 +58,21 @@ async fn every_route_takes_the_scopes_it_declares_and_no_other() {
         let path = path.replace("{alarm}", "none");
         for (scope, token) in &tokens {
             // Without a body, so that the call has no effect.
-            let answer = stack.send(by(&stack, &process, token, operation.method.clone(), &path)).await;
-            let what = format!("{} with the scope {scope}: {answer:?}", operation.id);
+            let response = stack.send(by(&stack, &process, token, operation.method.clone(), &path)).await;
+            let what = format!("{} with the scope {scope}: {response:?}", operation.id);
             match endpoint.access.scopes() {
                 Some(scopes) if scopes.contains(scope) => {
-                    assert!(![401, 403].contains(&answer.status), "{what}");
+                    assert!(![401, 403].contains(&response.status), "{what}");
                 }
                 Some(scopes) => {
-                    answer.assert_problem(403, "forbidden");
+                    response.assert_problem(403, "forbidden");
                     let needed: Vec<_> = scopes.iter().map(|scope| scope.as_str()).collect();
-                    assert_eq!(answer.body["missingScopes"], json!(needed), "{what}");
-                    let detail = answer.body["detail"].as_str().unwrap();
+                    assert_eq!(response.body["missingScopes"], json!(needed), "{what}");
+                    let detail = response.body["detail"].as_str().unwrap();
                     assert!(detail.contains(&needed.join(" or ")), "{what}");
                 }
-                None if endpoint.access == Access::Machine => assert_eq!(answer.status, 401, "{what}"),
-                None => assert!(answer.status < 400 || answer.status == 503, "{what}"),
+                None if endpoint.access == Access::Machine => assert_eq!(response.status, 401, "{what}"),
+                None => assert!(response.status < 400 || response.status == 503, "{what}"),
             }
         }
     }
@@ -81,7 +81,7 @@ async fn every_route_takes_the_scopes_it_declares_and_no_other() {
 #[tokio::test(flavor = "multi_thread")]
 async fn revoked_token_is_refused_by_every_process_at_once() {
     let stack = Stack::start().await;
-    let (one, two) = (stack.platform(), stack.platform());
+    let (one, two) = (stack.start_platform(), stack.start_platform());
     let token = added(&stack, &one, "ada", &["read", "admin"]).await;
     for process in [&one, &two] {
         let me = who(&stack, process, &token).await;
@@ -101,9 +101,9 @@ async fn revoked_token_is_refused_by_every_process_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn token_before_a_rotation_ends_with_the_overlap() {
+async fn token_expires_with_the_overlap_after_rotation() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let first = added(&stack, &process, "ada", &["read"]).await;
     let second = rotated(&stack, &process, "ada", HOUR).await;
     for token in [&first, &second] {
@@ -130,7 +130,7 @@ async fn token_before_a_rotation_ends_with_the_overlap() {
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_or_forged_token_is_refused() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let token = added(&stack, &process, "ada", &["read"]).await;
     let mut forged = token.clone();
     let last = forged.pop().unwrap();
@@ -150,9 +150,9 @@ async fn expired_or_forged_token_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn admin_gives_no_scope_that_they_lack() {
+async fn admin_cannot_grant_scopes_they_lack() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let admin = added(&stack, &process, "admin-only", &["admin", "read"]).await;
     added(&stack, &process, "strong", &["operate"]).await;
     let send = async |path: &str, body: Value| {
@@ -170,7 +170,7 @@ async fn admin_gives_no_scope_that_they_lack() {
 #[tokio::test(flavor = "multi_thread")]
 async fn audit_names_the_operator_and_no_table_has_a_token() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let first = added(&stack, &process, "ada", &["billing", "admin"]).await;
     let rotate = stack.request(&process, Method::POST, "/operators/ada/rotate").bearer_auth(SECRET);
     let rotate = rotate.header("idempotency-key", "rotate-once").json(&json!({}));
@@ -203,7 +203,7 @@ async fn audit_names_the_operator_and_no_table_has_a_token() {
 #[tokio::test(flavor = "multi_thread")]
 async fn repeated_request_gets_the_same_token() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let body = json!({"name": "ada", "scopes": ["billing"]});
     let add = || {
         let add = stack.request(&process, Method::POST, "/operators").bearer_auth(SECRET);
@@ -227,7 +227,7 @@ async fn repeated_request_gets_the_same_token() {
 #[tokio::test(flavor = "multi_thread")]
 async fn last_use_costs_one_write_for_many_requests() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let token = added(&stack, &process, "ada", &["read"]).await;
     let client = stack.database.connect().await.unwrap();
     let version = async || {
@@ -250,7 +250,7 @@ async fn last_use_costs_one_write_for_many_requests() {
 #[tokio::test(flavor = "multi_thread")]
 async fn audit_pages_hold_every_entry_once() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();
     // Ten rows at each time, so that pages end between equal times.
     let fill = "INSERT INTO operator_audit (audit_id, at, actor, action, target, request_id) \
@@ -299,51 +299,51 @@ async fn svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Opti
 #[tokio::test(flavor = "multi_thread")]
 async fn svcctl_manages_operators_and_shows_the_audit() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("ada.token");
     let file = file.to_str().unwrap();
     let admin = async |args: &[&str]| svcctl(&process, Some(SECRET), args).await;
 
     let add = ["operator", "add", "ada", "--scope", "read,billing", "--token-file", file];
-    let (code, said, error) = admin(&add).await;
-    assert_eq!(code, Some(0), "{said}{error}");
-    assert!(!said.contains("svco_") && said.contains("written to"), "{said}");
+    let (code, stdout, error) = admin(&add).await;
+    assert_eq!(code, Some(0), "{stdout}{error}");
+    assert!(!stdout.contains("svco_") && stdout.contains("written to"), "{stdout}");
     let mode = std::fs::metadata(file).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     let ada = async |args: &[&str]| {
         let args: Vec<&str> = args.iter().copied().chain(["--secret-file", file]).collect();
         svcctl(&process, None, &args).await
     };
-    let (code, said, error) = ada(&["operator", "whoami"]).await;
-    assert_eq!(code, Some(0), "{said}{error}");
-    assert!(said.contains("ada") && said.contains("read, billing"), "{said}");
-    let (code, said, _) = ada(&["doctor", "api"]).await;
-    assert!(said.contains("you are ada, with the scopes read, billing"), "{code:?} {said}");
+    let (code, stdout, error) = ada(&["operator", "whoami"]).await;
+    assert_eq!(code, Some(0), "{stdout}{error}");
+    assert!(stdout.contains("ada") && stdout.contains("read, billing"), "{stdout}");
+    let (code, stdout, _) = ada(&["doctor", "api"]).await;
+    assert!(stdout.contains("you are ada, with the scopes read, billing"), "{code:?} {stdout}");
     let (code, _, error) = ada(&["operator", "list"]).await;
     assert_eq!(code, Some(77));
     assert!(error.contains("lacks the scope admin") && error.contains("svcctl operator whoami"), "{error}");
 
     let before = std::fs::read_to_string(file).unwrap();
-    let (code, said, error) =
+    let (code, stdout, error) =
         admin(&["operator", "rotate", "ada", "--overlap", "0s", "--token-file", file]).await;
-    assert_eq!(code, Some(0), "{said}{error}");
+    assert_eq!(code, Some(0), "{stdout}{error}");
     assert_ne!(std::fs::read_to_string(file).unwrap(), before);
     let (code, _, error) = svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
     assert_eq!(code, Some(77), "{error}");
     assert!(!error.contains("svco_"), "{error}");
     assert_eq!(ada(&["slot", "set", "user_1", "--plan", "max"]).await.0, Some(0));
 
-    let (code, said, error) = ada(&["audit", "--actor", "ada", "--since", "1h"]).await;
-    assert_eq!(code, Some(0), "{said}{error}");
-    assert!(said.contains("ada  slot.set  user_1/primary") && said.lines().count() == 1, "{said}");
-    let (_, said, _) = ada(&["audit", "--json", "--limit", "1"]).await;
-    let page: Value = serde_json::from_str(&said).unwrap();
+    let (code, stdout, error) = ada(&["audit", "--actor", "ada", "--since", "1h"]).await;
+    assert_eq!(code, Some(0), "{stdout}{error}");
+    assert!(stdout.contains("ada  slot.set  user_1/primary") && stdout.lines().count() == 1, "{stdout}");
+    let (_, stdout, _) = ada(&["audit", "--json", "--limit", "1"]).await;
+    let page: Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(page["entries"][0]["action"], "slot.set", "{page}");
     assert!(page["nextCursor"].is_string(), "{page}");
-    let (code, said, error) = admin(&["operator", "revoke", "ada", "--yes"]).await;
-    assert_eq!(code, Some(0), "{said}{error}");
-    assert!(said.contains("revoked"), "{said}");
+    let (code, stdout, error) = admin(&["operator", "revoke", "ada", "--yes"]).await;
+    assert_eq!(code, Some(0), "{stdout}{error}");
+    assert!(stdout.contains("revoked"), "{stdout}");
     assert_eq!(ada(&["operator", "whoami"]).await.0, Some(77));
 }
 
@@ -352,7 +352,7 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     use tokio::io::{AsyncBufReadExt, BufReader};
 
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
     // It starts before all that follow, and becomes visible after them.

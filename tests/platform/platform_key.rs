@@ -23,7 +23,7 @@ use svc::store::key::SlotPrefix;
 use tokio_postgres::Client;
 
 use super::internal_host::host;
-use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack, beat_of};
+use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat_of};
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
@@ -46,12 +46,12 @@ fn started(stack: &Stack, current: u8, previous: Option<u8>, more: &[(&str, &str
     let settings = settings(current, previous);
     let mut all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
     all.extend(more);
-    stack.platform_with(&all)
+    stack.start_platform_with(&all)
 }
 
 async fn stop(mut process: Process) {
     kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), Signal::SIGTERM).unwrap();
-    assert!(process.end().await.success());
+    assert!(process.wait_for_exit().await.success());
 }
 
 /// Starts a process that must refuse these keys, and returns its log.
@@ -64,10 +64,10 @@ async fn refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
     let end = std::time::Instant::now() + Duration::from_secs(40);
     let status = tokio::task::block_in_place(|| kit::child::wait_until(&mut child, end));
     child.kill().ok();
-    let said = stack.log()[before..].to_owned();
-    assert_eq!(status.and_then(|status| status.code()), Some(78), "{said}");
-    assert!(!said.contains(&hex::encode([current; 32])), "{said}");
-    said
+    let printed = stack.log()[before..].to_owned();
+    assert_eq!(status.and_then(|status| status.code()), Some(78), "{printed}");
+    assert!(!printed.contains(&hex::encode([current; 32])), "{printed}");
+    printed
 }
 
 /// The doctor's finding about the keys.
@@ -79,8 +79,8 @@ async fn doctor(stack: &Stack, process: &Process, current: u8, previous: Option<
     command
         .envs([("PLATFORM_PUBLIC_URL", process.base.as_str()), ("IDP_JWKS_URL", "http://127.0.0.1:1/keys")]);
     let output = command.kill_on_drop(true).output().await.unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    let report: Value = serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let all = report["findings"].as_array().unwrap().iter();
     let found: Vec<String> = all
         .filter(|one| one["check"] == "platform-key")
@@ -121,13 +121,13 @@ async fn running_process(stack: &Stack, byte: u8) -> String {
     client.query_one(sql, &[&KeyId::of(&key(byte)).as_str()]).await.unwrap().get(0)
 }
 
-async fn beat(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
-    stack.beat(process, guest, &beat_of(guest)).await
+async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
+    stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await
 }
 
 /// Stores the token of a response as a host does.
-fn store_next(guest: &mut Guest, answer: &Value) {
-    if let Some(token) = answer["nextToken"].as_str() {
+fn store_next(guest: &mut Guest, response: &Value) {
+    if let Some(token) = response["nextToken"].as_str() {
         token.clone_into(&mut guest.upgrade_token);
     }
 }
@@ -136,15 +136,15 @@ fn store_next(guest: &mut Guest, answer: &Value) {
 async fn changed(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
     let end = std::time::Instant::now() + Duration::from_secs(40);
     while !is_sole(client).await {
-        let answer = beat(stack, process, guest).await;
-        assert_eq!(answer.status, 200, "{answer:?}");
-        store_next(guest, &answer.body);
+        let response = send_heartbeat(stack, process, guest).await;
+        assert_eq!(response.status, 200, "{response:?}");
+        store_next(guest, &response.body);
         assert!(std::time::Instant::now() < end, "the change did not complete\n{}", stack.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-async fn add_operator(stack: &Stack, process: &Process) -> Answer {
+async fn add_operator(stack: &Stack, process: &Process) -> ApiResponse {
     let body = json!({"name": "ada", "scopes": ["read"]});
     let request = stack.request(process, Method::POST, "/operators").bearer_auth(SECRET).json(&body);
     stack.send(request.header("idempotency-key", "add-ada")).await
@@ -155,7 +155,7 @@ async fn who(stack: &Stack, process: &Process, token: &str) -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn key_changes_under_a_running_machine_and_ends() {
+async fn key_change_completes_with_a_running_machine() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let process = started(&stack, OLD, None, &[]);
@@ -163,7 +163,7 @@ async fn key_changes_under_a_running_machine_and_ends() {
     let (mut guest, usage) = (host.guest.clone(), format!("/vps/{}/usage", host.guest.machine));
     let ada = add_operator(&stack, &process).await.body["token"].as_str().unwrap().to_owned();
     let (before, public) =
-        (sealed(&client).await, beat(&stack, &process, &guest).await.body["proofKeys"].clone());
+        (sealed(&client).await, send_heartbeat(&stack, &process, &guest).await.body["proofKeys"].clone());
     assert!(has_signed_fence(&stack, "user_1", OLD));
     assert!(doctor(&stack, &process, OLD, None).await.starts_with("\"ok\""));
     stop(process).await;
@@ -192,9 +192,9 @@ async fn key_changes_under_a_running_machine_and_ends() {
     stop(process).await;
 
     let process = started(&stack, NEW, None, &[]);
-    let answer = beat(&stack, &process, &guest).await;
-    assert_eq!((answer.status, &answer.body["nextToken"]), (200, &Value::Null), "{answer:?}");
-    assert_eq!(answer.body["proofKeys"], public, "hosts and sessions keep their keys");
+    let response = send_heartbeat(&stack, &process, &guest).await;
+    assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
+    assert_eq!(response.body["proofKeys"], public, "hosts and sessions keep their keys");
     let proven = host.calls("GET", "/api/usage");
     stack.get(&process, &usage).await;
     assert_eq!(host.calls("GET", "/api/usage"), proven + 1, "the host accepts the platform's proof");
@@ -206,7 +206,7 @@ async fn key_changes_under_a_running_machine_and_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn processes_of_both_keys_undo_nothing_of_each_other() {
+async fn processes_with_both_keys_do_not_conflict() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     stop(started(&stack, OLD, None, &[])).await;
@@ -225,8 +225,8 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
     let before = sealed(&client).await;
     let mut guests = Vec::new();
     for (user, made_by, other) in [("user_1", &old, &new), ("user_2", &new, &old)] {
-        let made = stack.provision(made_by, user).await;
-        let guest = stack.guest(other, made["machineId"].as_str().unwrap()).await;
+        let provisioned = stack.provision(made_by, user).await;
+        let guest = stack.wait_for_guest(other, provisioned["machineId"].as_str().unwrap()).await;
         let registered = stack.register(other, &guest).await;
         assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
         guests.push(guest);
@@ -234,8 +234,8 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
     // Longer than either process would wait before it starts the change.
     for _ in 0..12 {
         for (guest, process) in guests.iter().flat_map(|guest| [(guest, &old), (guest, &new)]) {
-            let answer = beat(&stack, process, guest).await;
-            assert_eq!((answer.status, &answer.body["nextToken"]), (200, &Value::Null), "{answer:?}");
+            let response = send_heartbeat(&stack, process, guest).await;
+            assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
@@ -245,17 +245,17 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
     stop(old).await;
     let done = || async {
         for guest in &mut guests.clone() {
-            let answer = beat(&stack, &new, guest).await;
-            assert_eq!(answer.status, 200, "{answer:?}");
+            let response = send_heartbeat(&stack, &new, guest).await;
+            assert_eq!(response.status, 200, "{response:?}");
         }
         is_all_sealed_with(&client, NEW).await.then_some(())
     };
     stack.eventually("the keys are resealed", done).await;
     let mut guest = guests[0].clone();
     let mut other = guests[1].clone();
-    let answer = beat(&stack, &new, &other).await.body;
-    store_next(&mut other, &answer);
-    beat(&stack, &new, &other).await;
+    let response = send_heartbeat(&stack, &new, &other).await.body;
+    store_next(&mut other, &response);
+    send_heartbeat(&stack, &new, &other).await;
     changed(&stack, &new, &client, &mut guest).await;
     assert!(has_signed_fence(&stack, "user_1", NEW) && has_signed_fence(&stack, "user_2", NEW));
 }
@@ -264,13 +264,13 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
 async fn process_with_incompatible_keys_is_refused() {
     let stack = Stack::start().await;
     let running = started(&stack, OLD, None, &[]);
-    let said = refused(&stack, NEW, Some(OLD)).await;
-    assert!(said.contains("a platform process with other keys is running"), "{said}");
+    let printed = refused(&stack, NEW, Some(OLD)).await;
+    assert!(printed.contains("a platform process with other keys is running"), "{printed}");
     // Refused at startup, it began no change: the running process starts again alone.
     stop(running).await;
     assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the note of the current key is in the store");
-    let said = refused(&stack, NEW, Some(NEW + 1)).await;
-    assert!(said.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{said}");
+    let printed = refused(&stack, NEW, Some(NEW + 1)).await;
+    assert!(printed.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{printed}");
     drop(started(&stack, OLD, None, &[]));
     // A killed process is waited for.
     let prepared = started(&stack, NEW, Some(OLD), &[]);
@@ -293,7 +293,7 @@ async fn survives_a_kill_at(point: &str) {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let process = started(&stack, OLD, None, &[]);
-    let guest = Arc::new(Mutex::new(stack.running(&process, "user_1").await));
+    let guest = Arc::new(Mutex::new(stack.start_machine(&process, "user_1").await));
     stop(process).await;
     let fail = format!("{point}=return(kill)");
     let mut process = started(&stack, NEW, Some(OLD), &[("FAILPOINTS", &fail)]);
@@ -301,30 +301,30 @@ async fn survives_a_kill_at(point: &str) {
         let (stack, guest) = (&stack, guest.clone());
         async move {
             let own = guest.lock().unwrap().clone();
-            if let Some(answer) = stack.try_beat(&base, &own, &beat_of(&own)).await {
-                store_next(&mut guest.lock().unwrap(), &answer);
+            if let Some(response) = stack.try_send_heartbeat(&base, &own, &heartbeat_of(&own)).await {
+                store_next(&mut guest.lock().unwrap(), &response);
             }
         }
     };
-    process.killed_while(speak).await;
+    process.wait_until_killed_while(speak).await;
     let mut guest = guest.lock().unwrap().clone();
 
     // The change may be reverted, and made later.
     let process = started(&stack, OLD, Some(NEW), &[]);
-    assert_eq!(beat(&stack, &process, &guest).await.status, 200, "{point}");
+    assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
     stop(process).await;
     let process = started(&stack, NEW, Some(OLD), &[]);
     changed(&stack, &process, &client, &mut guest).await;
     stop(process).await;
     let process = started(&stack, NEW, None, &[]);
-    assert_eq!(beat(&stack, &process, &guest).await.status, 200, "{point}");
+    assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
     assert!(is_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn change_survives_a_kill_at_every_point() {
     let mut kills = Vec::new();
-    for point in svc::platform::key_change::POINTS {
+    for point in svc::platform::key_change::FAILPOINTS {
         kills.push(survives_a_kill_at(point));
     }
     stream::iter(kills).buffer_unordered(3).collect::<Vec<()>>().await;
@@ -337,7 +337,7 @@ async fn server_restored_with_its_settings_is_refused() {
     let client = stack.database.connect().await.unwrap();
     let copy = TablesCopy::new(&client).await.unwrap();
     let process = started(&stack, OLD, None, &[]);
-    let mut guest = stack.running(&process, "user_1").await;
+    let mut guest = stack.start_machine(&process, "user_1").await;
     stop(process).await;
     copy.save(&client).await.unwrap();
     let process = started(&stack, NEW, Some(OLD), &[]);
@@ -347,19 +347,23 @@ async fn server_restored_with_its_settings_is_refused() {
 
     assert!(copy.restore(&client).await.unwrap());
     let (then, now) = (KeyId::of(&key(OLD)), KeyId::of(&key(NEW)));
-    let said = refused(&stack, OLD, None).await;
-    assert!(said.contains(now.as_str()) && said.contains("as PLATFORM_KEY_PREVIOUS"), "{said}");
+    let printed = refused(&stack, OLD, None).await;
+    assert!(printed.contains(now.as_str()) && printed.contains("as PLATFORM_KEY_PREVIOUS"), "{printed}");
     assert!(refused(&stack, OLD, Some(NEW + 1)).await.contains(now.as_str()));
     let process = started(&stack, NEW, Some(OLD), &[]);
     let reported = doctor(&stack, &process, OLD, None).await;
     assert!(reported.starts_with("\"problem\"") && reported.contains(now.as_str()), "{reported}");
     assert!(reported.contains(then.as_str()), "{reported}");
-    assert_eq!(beat(&stack, &process, &guest).await.status, 200, "with both keys, its host is accepted");
+    assert_eq!(
+        send_heartbeat(&stack, &process, &guest).await.status,
+        200,
+        "with both keys, its host is accepted"
+    );
 }
 
 /// A store that does not respond at startup delays the refusal.
 #[tokio::test(flavor = "multi_thread")]
-async fn key_of_then_ends_once_the_store_answers() {
+async fn process_with_outdated_key_stops_once_the_store_responds() {
     let stack = Stack::start().await;
     stop(started(&stack, NEW, None, &[])).await;
     let client = stack.database.connect().await.unwrap();
@@ -367,7 +371,7 @@ async fn key_of_then_ends_once_the_store_answers() {
     stack.store.fault(Rule::new(Fault::Status(503)).key("platform-key.json").always());
     let mut process = started(&stack, OLD, None, &[]);
     stack.store.heal();
-    let ended = tokio::time::timeout(Duration::from_secs(30), process.end()).await;
+    let ended = tokio::time::timeout(Duration::from_secs(30), process.wait_for_exit()).await;
     assert!(!ended.expect("the process exits").success());
     let note = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
     let note: Value = serde_json::from_slice(&note).unwrap();
@@ -388,10 +392,10 @@ async fn wrong_previous_key_is_a_doctor_problem() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn host_that_is_refused_for_its_token_is_told_of() {
+async fn host_refused_for_its_token_raises_alarm() {
     let stack = Stack::start().await;
     let process = started(&stack, OLD, None, &[]);
-    let guest = stack.running(&process, "user_1").await;
+    let guest = stack.start_machine(&process, "user_1").await;
     let machine: MachineId = guest.machine.parse().unwrap();
     let token = |byte: u8, generation: u32| {
         let mint = TokenMint::new(&key(byte));
@@ -402,10 +406,10 @@ async fn host_that_is_refused_for_its_token_is_told_of() {
     let with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
     // A token that the platform made itself, and that has expired.
     client_sets_generation(&stack, 3).await;
-    assert_eq!(beat(&stack, &process, &with(token(OLD, 2))).await.status, 401);
+    assert_eq!(send_heartbeat(&stack, &process, &with(token(OLD, 2))).await.status, 401);
     assert_eq!(reported(), 0, "{}", stack.log());
     for _ in 0..60 {
-        assert_eq!(beat(&stack, &process, &with(token(NEW, 4))).await.status, 401);
+        assert_eq!(send_heartbeat(&stack, &process, &with(token(NEW, 4))).await.status, 401);
     }
     assert!((1..=40).contains(&reported()), "{} lines", reported());
     assert!(!stack.log().contains(&token(NEW, 4)));

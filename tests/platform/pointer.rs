@@ -19,12 +19,12 @@ fn body() -> Value {
 /// A slot whose machine of epoch 2 holds the fence, with two snapshots of its predecessor; returns their keys, newest
 /// first.
 async fn recovered_twice(stack: &Stack, process: &Process) -> [String; 2] {
-    stack.running(process, "user_1").await;
+    stack.start_machine(process, "user_1").await;
     let key = |path: String| path.strip_prefix("user_1/primary/").unwrap().to_owned();
     let older = key(stack.snapshot_at("user_1", "2026-01-01T00:00:00.000Z"));
     let newer = key(stack.snapshot("user_1"));
-    let answer = stack.post(process, "/vps/recover", &body()).await;
-    stack.ended(process, answer.body["operationId"].as_str().unwrap()).await;
+    let response = stack.post(process, "/vps/recover", &body()).await;
+    stack.wait_until_ended(process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
     [newer, older]
 }
@@ -40,7 +40,7 @@ async fn audited(stack: &Stack) -> Vec<Value> {
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
     let before = stack.pointer("user_1");
     stack.store.write(BUCKET, LATEST, "{not json");
@@ -57,9 +57,9 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
         let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
         stack.send(request.header("Idempotency-Key", "rebuild-1").json(&body()))
     };
-    let answer = request().await;
-    assert_eq!((answer.status, &answer.body["pointer"]), (200, rebuilt), "{answer:?}");
-    assert_eq!(request().await.body, answer.body, "the same key gets the same response");
+    let response = request().await;
+    assert_eq!((response.status, &response.body["pointer"]), (200, rebuilt), "{response:?}");
+    assert_eq!(request().await.body, response.body, "the same key gets the same response");
     let now = stack.pointer("user_1");
     assert_eq!((&now["snapshot"]["key"], &now["seq"]), (&json!(newer), &rebuilt["seq"]));
     let audit = audited(&stack).await;
@@ -75,7 +75,7 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_restores_a_lost_pointer_with_its_fence() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
     let before = stack.pointer("user_1");
     stack.store.remove(BUCKET, LATEST);
@@ -84,9 +84,9 @@ async fn rebuild_restores_a_lost_pointer_with_its_fence() {
     stack.post(&process, "/vps/recover", &empty).await.assert_problem(409, "snapshot_unusable");
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "absent");
 
-    let answer = stack.post(&process, REBUILD, &body()).await;
+    let response = stack.post(&process, REBUILD, &body()).await;
     let now = stack.pointer("user_1");
-    assert_eq!((answer.status, &now["snapshot"]["key"]), (200, &json!(newer)), "{answer:?}");
+    assert_eq!((response.status, &now["snapshot"]["key"]), (200, &json!(newer)), "{response:?}");
     let fence = |of: &Value| ["fenceEpoch", "fenceMachineId", "fenceProof"].map(|field| of[field].clone());
     assert_eq!(fence(&now), fence(&before));
     assert!(now["seq"].as_u64() > before["seq"].as_u64(), "{before} {now}");
@@ -95,7 +95,7 @@ async fn rebuild_restores_a_lost_pointer_with_its_fence() {
 #[tokio::test(flavor = "multi_thread")]
 async fn unknown_slot_is_not_found_and_not_written() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let shown = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9&slot=second").await;
     shown.assert_problem(404, "not_found");
     let why = shown.body["detail"].as_str().unwrap();
@@ -114,15 +114,15 @@ async fn unknown_slot_is_not_found_and_not_written() {
     assert_eq!((shown.status, &shown.body["state"]), (200, &json!("sound")), "{shown:?}");
 }
 
-/// Otherwise the old host's last backup, which the recovery waits for, would be refused permanently.
+/// Otherwise the old host's final backup, which the recovery waits for, would be refused permanently.
 #[tokio::test(flavor = "multi_thread")]
-async fn rebuild_during_a_last_backup_keeps_the_old_fence() {
+async fn rebuild_during_final_backup_keeps_the_old_fence() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let answer = stack.post(&process, "/vps/recover", &body()).await;
-    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(2)), "{answer:?}");
+    let response = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((response.status, &response.body["epoch"]), (202, &json!(2)), "{response:?}");
     stack.store.write(BUCKET, LATEST, "{not json");
     let rebuilt = stack.post(&process, REBUILD, &body()).await;
     assert_eq!(rebuilt.status, 200, "{rebuilt:?}");
@@ -134,16 +134,16 @@ async fn rebuild_during_a_last_backup_keeps_the_old_fence() {
 #[tokio::test(flavor = "multi_thread")]
 async fn simultaneous_rebuilds_end_in_one_pointer() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
     stack.store.write(BUCKET, LATEST, "{not json");
     let request = |key: &'static str| {
         let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
         stack.send(request.header("Idempotency-Key", key).json(&body()))
     };
-    let answers = futures_util::future::join_all(["a", "a", "a", "b", "b"].map(request)).await;
-    let statuses: Vec<u16> = answers.iter().map(|answer| answer.status).collect();
-    assert!(statuses.contains(&200) && statuses.iter().all(|it| matches!(it, 200 | 409)), "{answers:?}");
+    let responses = futures_util::future::join_all(["a", "a", "a", "b", "b"].map(request)).await;
+    let statuses: Vec<u16> = responses.iter().map(|response| response.status).collect();
+    assert!(statuses.contains(&200) && statuses.iter().all(|it| matches!(it, 200 | 409)), "{responses:?}");
     assert_eq!(stack.pointer("user_1")["snapshot"]["key"], json!(newer));
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
 }
@@ -151,7 +151,7 @@ async fn simultaneous_rebuilds_end_in_one_pointer() {
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_keeps_a_valid_pointer_unless_forced() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, older] = recovered_twice(&stack, &process).await;
     let before = stack.pointer("user_1");
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
@@ -173,7 +173,7 @@ async fn rebuild_keeps_a_valid_pointer_unless_forced() {
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_skips_an_incomplete_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, older] = recovered_twice(&stack, &process).await;
     stack.store.write(BUCKET, &format!("user_1/primary/{newer}"), "du");
     let shown = stack.get(&process, SHOW).await;
@@ -195,7 +195,7 @@ async fn rebuild_skips_an_incomplete_snapshot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, older] = recovered_twice(&stack, &process).await;
     let emptied = json!({"idpUserId": "user_1", "empty": true});
     stack.post(&process, REBUILD, &emptied).await.assert_problem(409, "conflict");
@@ -211,9 +211,9 @@ async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
     assert_eq!((&now["snapshot"], &now["fenceEpoch"]), (&Value::Null, &before["fenceEpoch"]));
     assert_eq!(audited(&stack).await[0]["after"]["emptiedAt"], now["emptiedAt"]);
     stack.post(&process, "/vps/recover", &body()).await.assert_problem(409, "snapshot_unusable");
-    let answer = stack.post(&process, "/vps/recover", &allowed).await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    let guest = stack.guest(&process, answer.body["machineId"].as_str().unwrap()).await;
+    let response = stack.post(&process, "/vps/recover", &allowed).await;
+    assert_eq!(response.status, 202, "{response:?}");
+    let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
     assert_eq!(guest.restore_mode, "empty");
 }
 
@@ -221,8 +221,8 @@ async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_without_snapshots_restores_the_fence() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.store.write(BUCKET, LATEST, "{not json");
     assert_eq!(stack.post(&process, REBUILD, &body()).await.status, 200);
     let now = stack.pointer("user_1");
@@ -234,15 +234,15 @@ async fn rebuild_without_snapshots_restores_the_fence() {
 #[tokio::test(flavor = "multi_thread")]
 async fn next_machine_epoch_exceeds_every_epoch_in_the_store() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let meta = json!({"version": 1, "idpUserId": "user_1", "slot": "primary", "machineId": uuid::Uuid::nil(),
         "epoch": 6, "providerServerId": null, "imageVersion": "2026.11.1", "status": "running", "publicIpv4": null,
         "heartbeatAt": "2026-01-02T03:04:05.678Z", "lastBackup": null});
     stack.store.write(BUCKET, "user_1/primary/system/vps-meta.json", meta.to_string());
-    let answer = stack.post(&process, "/vps/recover", &body()).await;
-    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(7)), "{answer:?}");
+    let response = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((response.status, &response.body["epoch"]), (202, &json!(7)), "{response:?}");
 }
 
 fn entry(seq: u64) -> String {
@@ -253,14 +253,14 @@ fn entry(seq: u64) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_epochs_and_entries_do_not_block_the_slot() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
     let side = r#"{"version": 1}"#;
     let key = "user_1/primary/system/db/snapshots/2027-01-01T00-00-00.000Z-2147483646.dump.json";
     stack.store.write(BUCKET, key, side);
-    let answer = stack.post(&process, "/vps/recover", &body()).await;
-    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(3)), "{answer:?}");
-    stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
+    let response = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
+    stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
 
     let mut forged = stack.pointer("user_1");
     forged["fenceEpoch"] = json!(2_147_483_646_u32);
@@ -280,16 +280,16 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     assert_eq!(rebuilt.status, 200, "{rebuilt:?}");
     assert_eq!(rebuilt.body["pointer"]["fenceEpoch"], 3);
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
-    // Whatever the host writes meanwhile, a recovery succeeds, and its own fence holds.
+    // Whatever the host writes in the meantime, a recovery succeeds, and its own fence holds.
     let mut forged = stack.pointer("user_1");
     forged["fenceEpoch"] = json!(2_147_483_646_u32);
     forged["seq"] = json!(forged["seq"].as_u64().unwrap() + 1);
     forged.as_object_mut().unwrap().remove("fenceProof");
     stack.store.write(BUCKET, &entry(forged["seq"].as_u64().unwrap()), forged.to_string());
     stack.store.write(BUCKET, LATEST, forged.to_string());
-    let answer = stack.post(&process, "/vps/recover", &body()).await;
-    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(4)), "{answer:?}");
-    let operation = stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
+    let response = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((response.status, &response.body["epoch"]), (202, &json!(4)), "{response:?}");
+    let operation = stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let pointer = stack.pointer("user_1");
     assert_eq!(
@@ -313,9 +313,9 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
 /// Written to the slot by a machine before its replacement: log entries that are not pointers, each further away than
 /// a reader of the previous one searches.
 #[tokio::test(flavor = "multi_thread")]
-async fn entries_that_are_no_pointers_do_not_outlast_a_rebuild() {
+async fn rebuild_removes_invalid_pointer_entries() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
     let seq = stack.pointer("user_1")["seq"].as_u64().unwrap();
     for ahead in [600_000, 1_500_000] {
@@ -330,15 +330,15 @@ async fn entries_that_are_no_pointers_do_not_outlast_a_rebuild() {
     );
     let shown = stack.get(&process, SHOW).await.body;
     assert_eq!((&shown["state"], &shown["current"]["fenceEpoch"]), (&json!("sound"), &json!(2)), "{shown}");
-    let answer = stack.post(&process, "/vps/recover", &body()).await;
-    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(3)), "{answer:?}");
+    let response = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
 }
 
 /// Records of missing snapshots, newer than the existing ones.
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_with_untried_snapshots_starts_empty_by_force_alone() {
+async fn slot_with_unchecked_snapshots_starts_empty_only_by_force() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
     for n in 0..65 {
         let key = format!("user_1/primary/system/db/snapshots/2027-01-01T00-00-00.{n:03}Z-1.dump.json");

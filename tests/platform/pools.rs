@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kit::s3::{Fault, Rule};
 
-use super::stack::{Stack, beat_of};
+use super::stack::{Stack, heartbeat_of};
 
 /// More than the connections for reports, and more than one process has in total.
 const REPORTS: usize = 24;
@@ -13,8 +13,8 @@ const REPORTS: usize = 24;
 #[tokio::test(flavor = "multi_thread")]
 async fn slow_reports_do_not_delay_heartbeats() {
     let stack = Arc::new(Stack::start().await);
-    let process = Arc::new(stack.platform());
-    let guest = stack.running(&process, "user_1").await;
+    let process = Arc::new(stack.start_platform());
+    let guest = stack.start_machine(&process, "user_1").await;
     let mut client = stack.database.connect().await.unwrap();
     // Each report reads the alarms, and waits until the statement's deadline.
     let lock = client.transaction().await.unwrap();
@@ -32,7 +32,7 @@ async fn slow_reports_do_not_delay_heartbeats() {
     };
     stack.eventually("reports hold their connections", held).await;
     for _ in 0..5 {
-        assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+        assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
     }
     // A change is not delayed either.
     let path = format!("/vps/{}/fail", guest.machine);
@@ -45,16 +45,16 @@ async fn slow_reports_do_not_delay_heartbeats() {
     }
 }
 
-/// More requests than connections wait for a hanging store; none of them holds a connection meanwhile.
+/// More requests than connections wait for a hanging store; none of them holds a connection in the meantime.
 #[tokio::test(flavor = "multi_thread")]
-async fn hanging_store_holds_no_connection() {
+async fn hanging_store_blocks_no_database_connection() {
     let stack = Arc::new(Stack::start().await);
-    let process = Arc::new(stack.platform());
-    let guest = stack.running(&process, "user_1").await;
+    let process = Arc::new(stack.start_platform());
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let made = stack.provision(&process, "user_2").await;
-    let machine = made["machineId"].as_str().unwrap().to_owned();
-    let booting = Arc::new(stack.guest(&process, &machine).await);
+    let provisioned = stack.provision(&process, "user_2").await;
+    let machine = provisioned["machineId"].as_str().unwrap().to_owned();
+    let booting = Arc::new(stack.wait_for_guest(&process, &machine).await);
     stack.store.fault(Rule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
     let register = |_| {
         let (stack, process, booting) = (stack.clone(), process.clone(), booting.clone());
@@ -67,18 +67,18 @@ async fn hanging_store_holds_no_connection() {
     };
     let waiting: Vec<_> = (0..REPORTS).map(register).chain((0..REPORTS).map(recover)).collect();
     tokio::time::sleep(Duration::from_secs(1)).await;
-    let began = Instant::now();
+    let started = Instant::now();
     for _ in 0..5 {
-        assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+        assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
         assert_eq!(
             stack
-                .get(&process, &format!("/vps/operations/{}", made["operationId"].as_str().unwrap()))
+                .get(&process, &format!("/vps/operations/{}", provisioned["operationId"].as_str().unwrap()))
                 .await
                 .status,
             200
         );
     }
-    assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
     assert!(waiting.iter().all(|request| !request.is_finished()), "every request was still waiting");
     for request in waiting {
         assert_eq!(request.await.unwrap(), 503);

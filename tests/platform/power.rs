@@ -7,9 +7,9 @@ use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
 use super::resize::{actions, record};
-use super::stack::{Answer, Guest, Process, Stack, beat_of};
+use super::stack::{ApiResponse, Guest, Process, Stack, heartbeat_of};
 
-async fn request_power(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Answer {
+async fn request_power(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> ApiResponse {
     stack.post(process, &format!("/vps/{}/power", guest.machine), &json!({"action": action})).await
 }
 
@@ -17,7 +17,7 @@ async fn request_power(stack: &Stack, process: &Process, guest: &Guest, action: 
 async fn done(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Value {
     let accepted = request_power(stack, process, guest, action).await;
     assert_eq!((accepted.status, &accepted.body["action"]), (202, &json!(action)), "{accepted:?}");
-    stack.ended_while_beating(process, accepted.body["operationId"].as_str().unwrap()).await
+    stack.wait_until_ended_with_heartbeats(process, accepted.body["operationId"].as_str().unwrap()).await
 }
 
 fn power(stack: &Stack) -> Power {
@@ -27,9 +27,9 @@ fn power(stack: &Stack) -> Power {
 /// A platform with one running machine, whose host has sent a heartbeat.
 async fn setup(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
-    let process = stack.platform_with(settings);
-    let guest = stack.running(&process, "user_1").await;
-    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    let process = stack.start_platform_with(settings);
+    let guest = stack.start_machine(&process, "user_1").await;
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     (stack, process, guest)
 }
 
@@ -45,7 +45,7 @@ async fn power_off_keeps_machine_off_until_power_on() {
     assert_eq!((again.status, &again.body["operationId"]), (200, &Value::Null), "{again:?}");
 
     // Rounds of the reconciler, which check every server, do not change it; nor does a late heartbeat of its host.
-    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let before = stack.provider.call_count("GET", "/servers?label_selector");
     let rounds =
         || async { (stack.provider.call_count("GET", "/servers?label_selector") > before + 3).then_some(()) };
@@ -138,7 +138,7 @@ async fn machine_switched_on_at_provider_is_detected_by_heartbeat() {
     done(&stack, &process, &guest, "off").await;
     stack.provider.switch_on(&format!("svc-{}", guest.machine)).unwrap();
     let found = || async {
-        stack.beat(&process, &guest, &beat_of(&guest)).await;
+        stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
         record(&stack, &process, &guest).await["poweredOffAt"].is_null().then_some(())
     };
     stack.eventually("its heartbeat shows it", found).await;
@@ -190,7 +190,7 @@ async fn failed_machine_is_switched_on_and_resumed() {
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
 
-/// Its host cannot make a last backup: an operator accepts the loss, or switches it on first.
+/// Its host cannot make a final backup: an operator accepts the loss, or switches it on first.
 #[tokio::test(flavor = "multi_thread")]
 async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
     let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
@@ -203,16 +203,16 @@ async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
         stack.post(&process, "/vps/recover", &body).await
     };
     let refused = async || {
-        let answer = recover(json!({})).await;
-        answer.assert_problem(409, "invalid_state");
-        assert!(answer.body["detail"].as_str().unwrap().contains("svcctl power on"), "{answer:?}");
-        assert!(answer.body["poweredOffAt"].is_string(), "{answer:?}");
+        let response = recover(json!({})).await;
+        response.assert_problem(409, "invalid_state");
+        assert!(response.body["detail"].as_str().unwrap().contains("svcctl power on"), "{response:?}");
+        assert!(response.body["poweredOffAt"].is_string(), "{response:?}");
     };
     refused().await;
     let path = format!("/vps/operations/{}", off.body["operationId"].as_str().unwrap());
     assert_eq!(stack.get(&process, &path).await.body["state"], "running", "the operation is not cancelled");
     // Its power is cut.
-    stack.ended(&process, off.body["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, off.body["operationId"].as_str().unwrap()).await;
     refused().await;
 
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
@@ -238,14 +238,14 @@ async fn heartbeats_of_a_switched_off_machine_cost_few_calls() {
     let lookups = || stack.provider.call_count("GET", "/servers/");
     let before = lookups();
     for _ in 0..20 {
-        stack.beat(&process, &guest, &beat_of(&guest)).await;
+        stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
     // A heartbeat of another epoch does not concern the machine that is off.
-    let process = stack.platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
+    let process = stack.start_platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
-    let mut late = beat_of(&guest);
+    let mut late = heartbeat_of(&guest);
     late["epoch"] = json!(0);
-    stack.beat(&process, &guest, &late).await;
+    stack.send_heartbeat(&process, &guest, &late).await;
     assert_eq!(lookups(), before);
 }

@@ -7,7 +7,7 @@ use super::stack::Stack;
 #[tokio::test(flavor = "multi_thread")]
 async fn clock_skew_to_the_database_is_reported() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let agrees = stack.get(&process, "/readyz/control").await;
     assert_eq!((agrees.status, &agrees.body["clock"]), (200, &json!("ok")), "{agrees:?}");
     assert!(agrees.body["clockSkewMs"].as_i64().unwrap().abs() < 2000, "{agrees:?}");
@@ -21,7 +21,7 @@ async fn clock_skew_to_the_database_is_reported() {
          DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = public, moved, pg_catalog', \
              current_database()); END $$";
     client.batch_execute(moved).await.unwrap();
-    let process = stack.platform();
+    let process = stack.start_platform();
     let differs = stack.get(&process, "/readyz/control").await;
     assert_eq!((differs.status, &differs.body["clock"]), (503, &json!("failing")), "{differs:?}");
     let skew = differs.body["clockSkewMs"].as_i64().unwrap();

@@ -11,9 +11,9 @@ async fn slot(stack: &Stack, process: &super::stack::Process, body: Value) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_a_paid_slot_gets_a_machine_of_its_plan() {
+async fn provisioning_requires_subscription_and_matching_plan() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let provision = |body: Value| {
         let (stack, process) = (&stack, &process);
         async move { stack.post(process, "/vps/provision", &body).await }
@@ -50,9 +50,10 @@ async fn only_a_paid_slot_gets_a_machine_of_its_plan() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn disabled_provisioning_closes_no_other_route() {
+async fn disabled_provisioning_affects_no_other_route() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("CUSTOMER_VPS_ENABLED", "false"), ("BILLING_ENFORCEMENT", "off")]);
+    let process =
+        stack.start_platform_with(&[("CUSTOMER_VPS_ENABLED", "false"), ("BILLING_ENFORCEMENT", "off")]);
     stack.post(&process, "/vps/provision", &provision_body("user_1")).await.assert_problem(503, "disabled");
     assert_eq!(stack.get(&process, "/vps").await.status, 200);
     stack
@@ -64,10 +65,10 @@ async fn disabled_provisioning_closes_no_other_route() {
 #[tokio::test(flavor = "multi_thread")]
 async fn new_server_gets_its_identity_and_restore_mode() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let machine = made["machineId"].as_str().unwrap();
-    let guest = stack.guest(&process, machine).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let machine = provisioned["machineId"].as_str().unwrap();
+    let guest = stack.wait_for_guest(&process, machine).await;
     assert_eq!(
         (guest.machine.as_str(), guest.restore_mode.as_str(), guest.epoch.as_str()),
         (machine, "empty", "1")
@@ -97,14 +98,17 @@ async fn new_server_gets_its_identity_and_restore_mode() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_with_a_snapshot_never_starts_empty() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.snapshot("user_1");
     // Of a machine that the database does not know, below the first epoch that it assigns.
     let mut pointer = stack.pointer("user_1");
     (pointer["fenceEpoch"], pointer["snapshot"]["epoch"]) = (json!(0), json!(0));
     stack.write_pointer("user_1", &pointer);
-    let made = stack.provision(&process, "user_1").await;
-    assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
+    let provisioned = stack.provision(&process, "user_1").await;
+    assert_eq!(
+        stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await.restore_mode,
+        "required"
+    );
 
     stack.subscribe(&process, "user_2").await;
     stack.snapshot("user_2");
@@ -123,9 +127,9 @@ async fn slot_with_a_snapshot_never_starts_empty() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn previews_need_no_subscription_and_have_a_bound_and_an_end() {
+async fn previews_need_no_subscription_and_are_limited() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREVIEW_MAX_PER_OWNER", "2"), ("PREVIEW_TTL_HOURS", "1")]);
+    let process = stack.start_platform_with(&[("PREVIEW_MAX_PER_OWNER", "2"), ("PREVIEW_TTL_HOURS", "1")]);
     let preview =
         |slot: &str| json!({"idpUserId": "user_1", "slot": slot, "handle": "ada", "kind": "preview"});
     assert_eq!(stack.post(&process, "/vps/provision", &preview("a")).await.status, 202);

@@ -95,8 +95,8 @@ fn fill() -> String {
 async fn fleet_reads_running_operations_and_backups_once() {
     let fleet = Fleet::start().await;
     let (operations, read) = (fleet.rows_read("operations").await, fleet.rows_read("user_machines").await);
-    let found = fleet::all(&fleet.session).await.unwrap();
-    let ended = ended_machines::needing_attention(&fleet.session).await.unwrap();
+    let found = fleet::list_active_machines(&fleet.session).await.unwrap();
+    let ended = ended_machines::list_needing_attention(&fleet.session).await.unwrap();
     let operations = fleet.rows_read("operations").await - operations;
     let read = fleet.rows_read("user_machines").await - read;
     assert!(operations <= 3 * RUNNING, "{operations} rows of operations read");
@@ -115,11 +115,11 @@ async fn rare_rows_are_read_by_an_index() {
     let fleet = Fleet::start().await;
     let session = &fleet.session;
     let before = fleet.rows_read("user_machines").await;
-    assert_eq!(machines::expired(session).await.unwrap().len(), 2);
+    assert_eq!(machines::list_expired(session).await.unwrap().len(), 2);
     let expired = fleet.rows_read("user_machines").await;
     assert!(expired - before <= MAX_ROWS_READ, "{} rows read for expired registrations", expired - before);
 
-    assert_eq!(machines::expired_previews(session).await.unwrap().len(), 2);
+    assert_eq!(machines::list_expired_previews(session).await.unwrap().len(), 2);
     let previews = fleet.rows_read("user_machines").await;
     assert!(previews - expired <= MAX_ROWS_READ, "{} rows read for expired previews", previews - expired);
 
@@ -134,7 +134,7 @@ async fn rare_rows_are_read_by_an_index() {
 
     let successor = fleet.machine("provider_server_id = 2").await;
     let before = fleet.rows_read("user_machines").await;
-    assert!(machines::replaced_by(session, successor).await.unwrap().is_some());
+    assert!(machines::find_replaced_by(session, successor).await.unwrap().is_some());
     let replaced = fleet.rows_read("user_machines").await;
     assert!(replaced - before <= MAX_ROWS_READ, "{} rows read for the replaced machine", replaced - before);
 }

@@ -3,9 +3,9 @@
 use reqwest::Method;
 use serde_json::json;
 
-use super::stack::{Answer, Process, SECRET, Stack, beat_of};
+use super::stack::{ApiResponse, Process, SECRET, Stack, heartbeat_of};
 
-async fn fleet(stack: &Stack, process: &Process, token: &str) -> Answer {
+async fn fleet(stack: &Stack, process: &Process, token: &str) -> ApiResponse {
     stack.send(stack.request(process, Method::GET, "/vps/fleet").bearer_auth(token)).await
 }
 
@@ -15,11 +15,11 @@ const MANY: u32 = 40;
 const FEW: u32 = 5;
 
 /// The first rate-limited response of a series of at most `count` requests.
-async fn limited(stack: &Stack, process: &Process, count: u32, token: impl Fn(u32) -> String) -> Answer {
+async fn limited(stack: &Stack, process: &Process, count: u32, token: impl Fn(u32) -> String) -> ApiResponse {
     for number in 0..count {
-        let answer = fleet(stack, process, &token(number)).await;
-        if answer.status == 429 {
-            return answer;
+        let response = fleet(stack, process, &token(number)).await;
+        if response.status == 429 {
+            return response;
         }
     }
     panic!("no request was refused");
@@ -29,10 +29,10 @@ async fn limited(stack: &Stack, process: &Process, count: u32, token: impl Fn(u3
 async fn wrong_tokens_of_an_address_are_limited() {
     let stack = Stack::start().await;
     let settings = [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")];
-    let process = stack.platform_with(&settings);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&settings);
+    let guest = stack.start_machine(&process, "user_1").await;
     assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
-    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
 
     let well_formed = |number: u32| format!("svco_{number:032x}_{}", "0".repeat(64));
     limited(&stack, &process, MANY, well_formed).await.assert_problem(429, "rate_limited");
@@ -43,7 +43,7 @@ async fn wrong_tokens_of_an_address_are_limited() {
 
     // Tokens that the process has accepted are not limited.
     assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
-    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -51,21 +51,21 @@ async fn clients_of_a_trusted_proxy_have_no_address_limit() {
     let stack = Stack::start().await;
     let settings =
         [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1"), ("PLATFORM_TRUSTED_PROXIES", "127.0.0.1, ::1")];
-    let process = stack.platform_with(&settings);
+    let process = stack.start_platform_with(&settings);
     for number in 0..MANY {
         fleet(&stack, &process, &format!("wrong-{number}")).await.assert_problem(401, "unauthorized");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_operators_requests_leave_room_for_others() {
+async fn operator_rate_limit_does_not_affect_others() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let body = json!({"name": "ada", "scopes": ["read"]});
     let added = stack.post(&process, "/operators", &body).await;
     let ada = added.body["token"].as_str().unwrap();
 
-    let process = stack.platform_with(&[("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "1")]);
+    let process = stack.start_platform_with(&[("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "1")]);
     let refused = limited(&stack, &process, MANY, |_| ada.to_owned()).await;
     refused.assert_problem(429, "rate_limited");
     assert!(refused.body["detail"].as_str().unwrap().contains("ada"), "{refused:?}");
@@ -74,39 +74,40 @@ async fn one_operators_requests_leave_room_for_others() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_hosts_requests_leave_room_for_others() {
+async fn host_rate_limit_does_not_affect_others() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PLATFORM_HOST_REQUESTS_PER_SECOND", "1")]);
-    let (runaway, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let process = stack.start_platform_with(&[("PLATFORM_HOST_REQUESTS_PER_SECOND", "1")]);
+    let (runaway, other) =
+        (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     let mut refused = None;
     for _ in 0..100 {
-        let answer = stack.beat(&process, &runaway, &beat_of(&runaway)).await;
-        if answer.status == 429 {
-            refused = Some(answer);
+        let response = stack.send_heartbeat(&process, &runaway, &heartbeat_of(&runaway)).await;
+        if response.status == 429 {
+            refused = Some(response);
             break;
         }
-        assert_eq!(answer.status, 200, "{answer:?}");
+        assert_eq!(response.status, 200, "{response:?}");
     }
     let refused = refused.expect("a refusal");
     refused.assert_problem(429, "rate_limited");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
-    assert_eq!(stack.beat(&process, &other, &beat_of(&other)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &other, &heartbeat_of(&other)).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_gets_credentials_at_a_bounded_rate() {
+async fn host_credential_requests_are_rate_limited() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let path = format!("/vps/{}/storage-credentials", guest.machine);
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     for _ in 0..30 {
         let request = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
-        answers.push(stack.send(request).await);
+        responses.push(stack.send(request).await);
     }
-    assert_eq!(answers[0].status, 200, "{:?}", answers[0]);
-    let refused = answers.last().unwrap();
+    assert_eq!(responses[0].status, 200, "{:?}", responses[0]);
+    let refused = responses.last().unwrap();
     refused.assert_problem(429, "rate_limited");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
-    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
 }

@@ -28,9 +28,9 @@ async fn foreign(stack: &Stack, name: &str, labels: &Value) -> i64 {
     let body = json!({"name": name, "server_type": "cpx22", "image": "debian-12", "location": "nbg1", "labels": labels,
         "start_after_create": true, "public_net": {"enable_ipv4": true, "enable_ipv6": true}});
     let request = reqwest::Client::new().post(format!("{}/servers", stack.provider.base_url()));
-    let answer = request.bearer_auth(stack.provider.token()).json(&body).send().await.unwrap();
-    assert_eq!(answer.status(), 201);
-    answer.json::<Value>().await.unwrap()["server"]["id"].as_i64().unwrap()
+    let response = request.bearer_auth(stack.provider.token()).json(&body).send().await.unwrap();
+    assert_eq!(response.status(), 201);
+    response.json::<Value>().await.unwrap()["server"]["id"].as_i64().unwrap()
 }
 
 async fn installation(stack: &Stack) -> String {
@@ -42,15 +42,16 @@ async fn installation(stack: &Stack) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn vanished_server_fails_its_machine_without_replacement() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let (guest, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let process = stack.start_platform();
+    let (guest, other) =
+        (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
     assert_fails_with(&stack, &process, &guest, "server_gone").await;
     wait_for_listings(&stack, 2).await;
     assert_eq!(stack.status(&process, &other.machine).await, "running");
     assert_eq!(stack.provider.creations().len(), 2);
     // Its host may still run somewhere, but that does not restore the machine.
-    stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
     assert_eq!(stack.status(&process, &guest.machine).await, "failed");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'server.gone'", &[]).await.unwrap();
@@ -61,15 +62,15 @@ async fn vanished_server_fails_its_machine_without_replacement() {
     stack.post(&process, "/vps/provision", &body).await.assert_problem(409, "snapshot_unusable");
     body["allowEmpty"] = json!(true);
     let again = stack.post(&process, "/vps/provision", &body).await;
-    let ended = stack.ended(&process, again.body["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, again.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn outage_or_removed_label_is_not_a_vanished_server() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
     let missing = || async {
         let sql = "SELECT count(*) FROM user_machines WHERE server_missing_since IS NOT NULL";
@@ -94,18 +95,18 @@ async fn outage_or_removed_label_is_not_a_vanished_server() {
 #[tokio::test(flavor = "multi_thread")]
 async fn token_of_another_project_fails_no_machine() {
     let stack = Stack::start().await;
-    let mut process = stack.platform();
+    let mut process = stack.start_platform();
     let mut guests = Vec::new();
     for n in 0..4 {
-        guests.push(stack.running(&process, &format!("user_{n}")).await);
+        guests.push(stack.start_machine(&process, &format!("user_{n}")).await);
     }
     process.kill();
     let other = kit::provider::Simulator::start(kit::provider::SimulatorOptions::record()).await.unwrap();
     let settings = [("PROVIDER_API_URL", other.base_url()), ("PROVIDER_API_TOKEN", other.token().to_owned())];
     let settings: Vec<_> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
-    let process = stack.platform_with(&settings);
-    let said = || async { stack.log().contains("another project").then_some(()) };
-    stack.eventually("the problem is reported", said).await;
+    let process = stack.start_platform_with(&settings);
+    let is_logged = || async { stack.log().contains("another project").then_some(()) };
+    stack.eventually("the problem is reported", is_logged).await;
     let listings = || other.call_count("GET", "label_selector=svc-machine&");
     let wanted = listings() + 3;
     stack.eventually("more looks", || async { (listings() >= wanted).then_some(()) }).await;
@@ -117,8 +118,8 @@ async fn token_of_another_project_fails_no_machine() {
 #[tokio::test(flavor = "multi_thread")]
 async fn orphan_servers_of_the_platform_are_deleted() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
+    let guest = stack.start_machine(&process, "user_1").await;
     let ours = installation(&stack).await;
     let server = stack.provider.servers().remove(0);
     assert_eq!(server.labels["svc-installation"], ours);
@@ -164,7 +165,7 @@ async fn unknown_servers(stack: &Stack, process: &Process) -> Option<Value> {
 #[tokio::test(flavor = "multi_thread")]
 async fn released_server_is_deleted_after_its_grace() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
+    let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
     let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": installation(&stack).await});
     foreign(&stack, "known", &labels).await;
     let raised = stack.eventually("the alarm is raised", || unknown_servers(&stack, &process)).await;
@@ -197,9 +198,9 @@ async fn released_server_is_deleted_after_its_grace() {
 
 /// A machine that was deleted for good, and whose server may be removed.
 async fn deleted_for_good(stack: &Stack, process: &Process) {
-    let guest = stack.running(process, "user_1").await;
+    let guest = stack.start_machine(process, "user_1").await;
     let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
-    stack.ended(process, deleted.body["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(process, deleted.body["operationId"].as_str().unwrap()).await;
 }
 
 async fn wait_for_server_deletion(stack: &Stack) {
@@ -209,9 +210,9 @@ async fn wait_for_server_deletion(stack: &Stack) {
 
 /// No kept server is deleted while the database may have forgotten machines.
 #[tokio::test(flavor = "multi_thread")]
-async fn kept_server_stays_while_the_census_fails() {
+async fn kept_server_stays_while_the_inventory_fails() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", down));
     deleted_for_good(&stack, &process).await;
@@ -223,9 +224,9 @@ async fn kept_server_stays_while_the_census_fails() {
 
 /// The other process's inventory may have started only now, and find a server that this database has forgotten.
 #[tokio::test(flavor = "multi_thread")]
-async fn kept_server_stays_while_another_process_takes_the_census() {
+async fn kept_server_stays_while_another_process_takes_inventory() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();
     let taken = "INSERT INTO task_turns (task, last_at) VALUES ('servers', now() + interval '1 hour') \
                  ON CONFLICT (task) DO UPDATE SET last_at = excluded.last_at";
@@ -240,10 +241,10 @@ async fn kept_server_stays_while_another_process_takes_the_census() {
 #[tokio::test(flavor = "multi_thread")]
 async fn late_server_of_an_ended_machine_is_deleted() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
-    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     stack.assert_no_server();
     // Like a create that was assumed lost.
     let client = stack.database.connect().await.unwrap();
@@ -259,15 +260,16 @@ async fn late_server_of_an_ended_machine_is_deleted() {
 async fn stuck_operation_is_ended_and_its_machine_fails() {
     let stack = Stack::start().await;
     // Every process that takes the step dies in it, so none notices that it never ends.
-    let mut dying = stack.platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
+    let mut dying =
+        stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
     stack.subscribe(&dying, "user_1").await;
     let _ = stack.try_post(&dying, "/vps/provision", &provision_body("user_1")).await;
-    dying.killed().await;
+    dying.wait_until_killed().await;
     let settings = [
         ("FAILPOINTS", "operations.provision.fence.before=return(error)"),
         ("OPERATION_DEADLINE_SECONDS", "3"),
     ];
-    let process = stack.platform_with(&settings);
+    let process = stack.start_platform_with(&settings);
     let found = stack.get(&process, "/vps?idpUserId=user_1").await.body["machines"][0].clone();
     let machine = found["machineId"].as_str().unwrap();
     let failed = || async {
@@ -286,29 +288,29 @@ async fn stuck_operation_is_ended_and_its_machine_fails() {
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_is_retried_until_the_provider_completes_it() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
+    let guest = stack.start_machine(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(4, "DELETE", "/servers", down));
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
-    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     stack.assert_no_server();
     assert!(stack.provider.pending_faults().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn several_processes_list_servers_as_often_as_one() {
+async fn server_listing_rate_is_independent_of_process_count() {
     let stack = Stack::start().await;
-    let _processes: Vec<Process> = (0..3).map(|_| stack.platform()).collect();
+    let _processes: Vec<Process> = (0..3).map(|_| stack.start_platform()).collect();
     wait_for_listings(&stack, 1).await;
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     let before = stack.provider.call_count("GET", "label_selector=svc-machine&");
     wait_for_listings(&stack, 5).await;
     let made = stack.provider.call_count("GET", "label_selector=svc-machine&") - before;
     // One per second; three independent processes would have made three.
-    let most = 2.0 + began.elapsed().as_secs_f64() * 1.5;
-    assert!((made as f64) <= most, "{made} in {:?}", began.elapsed());
+    let max = 2.0 + started.elapsed().as_secs_f64() * 1.5;
+    assert!((made as f64) <= max, "{made} in {:?}", started.elapsed());
 }
 
 /// The number of lines of the log with this text.
@@ -319,9 +321,9 @@ fn logged(stack: &Stack, text: &str) -> usize {
 #[tokio::test(flavor = "multi_thread")]
 async fn unstorable_outcome_is_retried_with_backoff() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     // Its retries are exhausted, and a machine that cannot be read cannot be marked failed either.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
@@ -337,18 +339,18 @@ async fn unstorable_outcome_is_retried_with_backoff() {
     stack.eventually("the operation is retried", again).await;
     client.execute("UPDATE user_machines SET public_ipv4 = NULL", &[]).await.unwrap();
     assert_eq!(stack.register(&process, &guest).await.status, 200);
-    let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let mut made = Vec::new();
     for user in ["user_1", "user_2", "user_3"] {
         let machine = stack.provision(&process, user).await["machineId"].as_str().unwrap().to_owned();
-        stack.guest(&process, &machine).await;
+        stack.wait_for_guest(&process, &machine).await;
         made.push(machine);
     }
     let client = stack.database.connect().await.unwrap();
@@ -359,7 +361,7 @@ async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
     client.execute("UPDATE operations SET due_at = 'infinity'", &[]).await.unwrap();
     let failed = || async { (stack.status(&process, &made[2]).await == "failed").then_some(()) };
     stack.eventually("the readable machine fails", failed).await;
-    let said = || async {
+    let is_logged = || async {
         let is_named = made[..2].iter().all(|id| {
             stack
                 .log()
@@ -368,14 +370,15 @@ async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
         });
         (is_named && logged(&stack, "a part of the reconciler failed") > 0).then_some(())
     };
-    stack.eventually("the failed rows are named", said).await;
+    stack.eventually("the failed rows are named", is_logged).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let (first, second) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let process = stack.start_platform();
+    let (first, second) =
+        (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now(), \
                public_ipv4 = CASE WHEN idp_user_id = 'user_2' THEN public_ipv4 ELSE 'nowhere' END";
@@ -383,21 +386,21 @@ async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
     let path = format!("/vps/{}", second.machine);
     let deleted = || async { stack.get(&process, &path).await.body["deletedAt"].is_string().then_some(()) };
     stack.eventually("the readable preview is deleted", deleted).await;
-    let said = || async {
+    let is_logged = || async {
         let names =
             |line: &str| line.contains("the reconciler skipped an item") && line.contains(&first.machine);
         stack.log().lines().any(names).then_some(())
     };
-    stack.eventually("the failed row is named", said).await;
+    stack.eventually("the failed row is named", is_logged).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn census_matches_listed_servers_in_one_statement() {
+async fn inventory_matches_listed_servers_in_one_statement() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let machines = 8;
     for n in 1..=machines {
-        stack.running(&process, &format!("user_{n}")).await;
+        stack.start_machine(&process, &format!("user_{n}")).await;
     }
     let client = stack.database.connect().await.unwrap();
     let count = "CREATE TABLE matches (n bigint);

@@ -12,15 +12,15 @@ fn body() -> serde_json::Value {
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_without_a_usable_snapshot_changes_nothing() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let refused = |what: &'static str| {
         let (stack, process, guest) = (&stack, &process, &guest);
         async move {
             let calls = stack.provider.calls().len();
-            let answer = stack.post(process, "/vps/recover", &body()).await;
-            assert!(answer.status == 409, "{what}: {answer:?}");
-            answer.assert_problem(409, "snapshot_unusable");
+            let response = stack.post(process, "/vps/recover", &body()).await;
+            assert!(response.status == 409, "{what}: {response:?}");
+            response.assert_problem(409, "snapshot_unusable");
             assert_eq!(stack.status(process, &guest.machine).await, "running", "{what}");
             let changes = stack.provider.calls().into_iter().skip(calls).filter(|call| call.method != "GET");
             assert_eq!(changes.count(), 0, "{what}");
@@ -59,8 +59,8 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_starts_from_the_requested_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     let earlier = stack.snapshot_at("user_1", "2026-01-01T00:00:00.000Z");
     let (_, key) = earlier.split_once("primary/").unwrap();
     stack.snapshot("user_1");
@@ -69,11 +69,11 @@ async fn recovery_starts_from_the_requested_snapshot() {
     let latest = format!("user_1/primary/{}", stack.pointer("user_1")["snapshot"]["key"].as_str().unwrap());
     stack.store.remove(BUCKET, &latest);
     let body = json!({"idpUserId": "user_1", "snapshotKey": key});
-    let answer = stack.post(&process, "/vps/recover", &body).await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    let operation = stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
+    let response = stack.post(&process, "/vps/recover", &body).await;
+    assert_eq!(response.status, 202, "{response:?}");
+    let operation = stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let guest = stack.guest(&process, answer.body["machineId"].as_str().unwrap()).await;
+    let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
     assert_eq!(guest.restore_mode, "required");
     assert!(guest.user_data.contains(&format!("SVC_RESTORE_SNAPSHOT=\\\"{key}\\\"")), "{}", guest.user_data);
 }
@@ -81,8 +81,8 @@ async fn recovery_starts_from_the_requested_snapshot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_replaces_the_machine_and_is_idempotent() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
     assert_eq!(old.restore_mode, "empty");
     stack.snapshot("user_1");
     let accepting = json!({"idpUserId": "user_1", "acceptLoss": true});
@@ -96,10 +96,10 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
     stack.store.up().unwrap();
 
     let machine = first.body["machineId"].as_str().unwrap();
-    let new = stack.guest(&process, machine).await;
+    let new = stack.wait_for_guest(&process, machine).await;
     assert_eq!((new.restore_mode.as_str(), new.epoch.as_str()), ("required", "2"));
     assert_eq!(stack.register(&process, &new).await.body, json!({"status": "running", "epoch": 2}));
-    stack.beat(&process, &new, &super::stack::beat_of(&new)).await;
+    stack.send_heartbeat(&process, &new, &super::stack::heartbeat_of(&new)).await;
     stack.assert_only_server(machine);
     let retired = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
     assert_eq!(retired["replacedBy"], machine);
@@ -132,8 +132,8 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_in_progress_refuses_other_options() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     let object = stack.snapshot("user_1");
     let key = object.strip_prefix("user_1/primary/").unwrap();
     let same = json!({"idpUserId": "user_1", "acceptLoss": true, "serverType": "cpx32", "location": "nbg1"});
@@ -143,7 +143,7 @@ async fn recovery_in_progress_refuses_other_options() {
         let again = stack.post(&process, "/vps/recover", &again).await;
         assert_eq!((again.status, &again.body), (202, &first.body), "{again:?}");
     }
-    for (member, value, said) in [
+    for (member, value, difference) in [
         ("snapshotKey", json!(key), "the snapshot"),
         ("serverType", json!("cpx22"), "the server type"),
         ("location", json!("hel1"), "the location"),
@@ -154,7 +154,7 @@ async fn recovery_in_progress_refuses_other_options() {
         let refused =
             stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", member: value})).await;
         refused.assert_problem(409, "invalid_state");
-        let differs = format!("This request differs in: {said}.");
+        let differs = format!("This request differs in: {difference}.");
         assert!(refused.body["detail"].as_str().unwrap().contains(&differs), "{refused:?}");
         assert_eq!(refused.body["operationId"], first.body["operationId"], "{refused:?}");
     }
@@ -164,8 +164,8 @@ async fn recovery_in_progress_refuses_other_options() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_was_never_backed_up_is_backed_up_first() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let refused = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     refused.assert_problem(409, "snapshot_unusable");
     let detail = refused.body["detail"].as_str().unwrap();
@@ -176,23 +176,23 @@ async fn machine_that_was_never_backed_up_is_backed_up_first() {
 #[tokio::test(flavor = "multi_thread")]
 async fn empty_start_is_allowed_only_without_data() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{not json");
     stack.post(&process, "/vps/recover", &empty).await.assert_problem(409, "snapshot_unusable");
     stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
-    let answer = stack.post(&process, "/vps/recover", &empty).await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    let guest = stack.guest(&process, answer.body["machineId"].as_str().unwrap()).await;
+    let response = stack.post(&process, "/vps/recover", &empty).await;
+    assert_eq!(response.status, 202, "{response:?}");
+    let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
     assert_eq!(guest.restore_mode, "empty");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn waiting_caller_gets_the_final_state() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let request = stack.request(&process, Method::POST, "/vps/recover").bearer_auth(SECRET).json(&body());
     let waiting = stack.send(request.header("prefer", "wait=30"));
@@ -201,11 +201,11 @@ async fn waiting_caller_gets_the_final_state() {
             stack.provider.servers().into_iter().find(|server| server.labels["svc-epoch"] == "2")
         });
         let name = found.await.name;
-        let guest = stack.guest(&process, name.strip_prefix("svc-").unwrap()).await;
+        let guest = stack.wait_for_guest(&process, name.strip_prefix("svc-").unwrap()).await;
         stack.register(&process, &guest).await
     };
-    let (answer, registered) = tokio::join!(waiting, hosts);
+    let (response, registered) = tokio::join!(waiting, hosts);
     assert_eq!(registered.status, 200);
-    assert_eq!((answer.status, &answer.body["status"]), (202, &json!("running")), "{answer:?}");
-    assert_eq!(answer.headers["preference-applied"], "wait=30");
+    assert_eq!((response.status, &response.body["status"]), (202, &json!("running")), "{response:?}");
+    assert_eq!(response.headers["preference-applied"], "wait=30");
 }

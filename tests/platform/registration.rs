@@ -7,18 +7,18 @@ use serde_json::json;
 use super::stack::{SECRET, Stack, heartbeat, registration};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_fifty_at_once_with_fifty_bodies_one_registers() {
+async fn only_one_of_fifty_concurrent_registrations_succeeds() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let bodies: Vec<_> = (0..50).map(|n| registration(&guest.machine, n)).collect();
     let uses = bodies.iter().map(|body| stack.register_as(&process, &guest.registration_token, body));
-    let answers = join_all(uses).await;
-    let accepted: Vec<_> = (0..50).filter(|n| answers[*n].status == 200).collect();
-    assert_eq!(accepted.len(), 1, "{answers:?}");
-    for answer in answers.iter().filter(|answer| answer.status != 200) {
-        answer.assert_problem(401, "registration_rejected");
+    let responses = join_all(uses).await;
+    let accepted: Vec<_> = (0..50).filter(|n| responses[*n].status == 200).collect();
+    assert_eq!(accepted.len(), 1, "{responses:?}");
+    for response in responses.iter().filter(|response| response.status != 200) {
+        response.assert_problem(401, "registration_rejected");
     }
 
     let again = stack.register_as(&process, &guest.registration_token, &bodies[accepted[0]]).await;
@@ -29,13 +29,13 @@ async fn of_fifty_at_once_with_fifty_bodies_one_registers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_token_that_is_wrong_or_another_machines_is_rejected() {
+async fn wrong_or_foreign_registration_token_is_rejected() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let one = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
-    let made = stack.provision(&process, "user_2").await;
-    let other = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let one = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let provisioned = stack.provision(&process, "user_2").await;
+    let other = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let body = registration(&one.machine, 1);
     let forged = one.registration_token.replace(char::is_numeric, "0");
     for token in [&other.registration_token, &one.upgrade_token, &forged, "svcr_x", SECRET] {
@@ -47,12 +47,12 @@ async fn a_token_that_is_wrong_or_another_machines_is_rejected() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_that_does_not_come_in_time_fails_its_machine() {
+async fn unregistered_host_fails_its_machine_after_timeout() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
-    let made = stack.provision(&process, "user_1").await;
-    let machine = made["machineId"].as_str().unwrap();
-    let guest = stack.guest(&process, machine).await;
+    let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
+    let provisioned = stack.provision(&process, "user_1").await;
+    let machine = provisioned["machineId"].as_str().unwrap();
+    let guest = stack.wait_for_guest(&process, machine).await;
     let failed = || async { (stack.status(&process, machine).await == "failed").then_some(()) };
     stack.eventually("the machine fails", failed).await;
     stack.register(&process, &guest).await.assert_problem(401, "registration_rejected");
@@ -64,16 +64,16 @@ async fn a_host_that_does_not_come_in_time_fails_its_machine() {
     let second = stack.provision(&process, "user_1").await;
     assert_eq!(second["epoch"], 2);
     let next = second["machineId"].as_str().unwrap();
-    stack.guest(&process, next).await;
+    stack.wait_for_guest(&process, next).await;
     stack.assert_only_server(next);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reported_boot_failure_prevents_registration() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let path = format!("/vps/{}/boot-failure", guest.machine);
     let body = json!({"stage": "restore", "message": "pg_restore: no"});
     let failure_report =
@@ -89,24 +89,25 @@ async fn reported_boot_failure_prevents_registration() {
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_needs_its_token_and_reports_replacement() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let (one, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let process = stack.start_platform();
+    let (one, other) =
+        (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     let beat = |token: &str| {
         let path = format!("/vps/{}/heartbeat", one.machine);
         stack.request(&process, Method::POST, &path).bearer_auth(token).json(&heartbeat())
     };
     stack.send(beat(&other.upgrade_token)).await.assert_problem(403, "forbidden");
     stack.send(beat(&one.registration_token)).await.assert_problem(401, "unauthorized");
-    let answer = stack.send(beat(&one.upgrade_token)).await;
-    assert_eq!(answer.body["superseded"], false, "{answer:?}");
-    assert_eq!(answer.body["desiredImageVersion"], "v1");
-    assert!(one.user_data.contains(answer.body["proofKeys"]["keys"][0]["kid"].as_str().unwrap()));
+    let response = stack.send(beat(&one.upgrade_token)).await;
+    assert_eq!(response.body["superseded"], false, "{response:?}");
+    assert_eq!(response.body["desiredImageVersion"], "v1");
+    assert!(one.user_data.contains(response.body["proofKeys"]["keys"][0]["kid"].as_str().unwrap()));
     let record = stack.get(&process, &format!("/vps/{}", one.machine)).await.body;
     assert!(record["heartbeatAt"].is_string() && record["health"]["gateway"] == "ok", "{record}");
 
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(stack.send(beat(&one.upgrade_token)).await.body["superseded"], true);
     let bundle = "/system-bundles/v1/svc-host-bundle.tar.gz.sha256";
     let bundle = stack.request(&process, Method::GET, bundle).bearer_auth(&one.upgrade_token);

@@ -3,7 +3,7 @@
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
-use super::stack::{Guest, Process, Stack, beat_of};
+use super::stack::{Guest, Process, Stack, heartbeat_of};
 
 fn power(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
@@ -21,14 +21,14 @@ async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
 
 async fn recover(stack: &Stack, process: &Process) -> Guest {
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
-    let answer = stack.post(process, "/vps/recover", &body).await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    stack.guest(process, answer.body["machineId"].as_str().unwrap()).await
+    let response = stack.post(process, "/vps/recover", &body).await;
+    assert_eq!(response.status, 202, "{response:?}");
+    stack.wait_for_guest(process, response.body["machineId"].as_str().unwrap()).await
 }
 
 /// A slot whose second machine has lost its server and whose third one is booting.
 async fn third_machine(stack: &Stack, process: &Process, second_has: &str) -> (Guest, Guest) {
-    let first = stack.running(process, "user_1").await;
+    let first = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");
     let second = recover(stack, process).await;
     stack.register(process, &second).await;
@@ -53,7 +53,7 @@ async fn fail_boot(stack: &Stack, process: &Process, guest: &Guest) {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_skips_a_lost_machine_without_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = third_machine(&stack, &process, "").await;
     fail_boot(&stack, &process, &third).await;
     let on = || async { (power(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
@@ -66,7 +66,7 @@ async fn slot_skips_a_lost_machine_without_snapshot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_is_never_reinstated_before_a_snapshot() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = third_machine(&stack, &process, ", backup_taken_at = now()").await;
     fail_boot(&stack, &process, &third).await;
     let failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
@@ -78,8 +78,8 @@ async fn slot_is_never_reinstated_before_a_snapshot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn immediate_deletion_keeps_the_other_servers() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let new = recover(&stack, &process).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
@@ -99,7 +99,7 @@ async fn immediate_deletion_keeps_the_other_servers() {
 
 /// A deleted machine whose server removal was abandoned by an operator.
 async fn abandoned_removal(stack: &Stack, process: &Process) -> Guest {
-    let old = stack.running(process, "user_1").await;
+    let old = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
@@ -122,7 +122,7 @@ async fn abandoned_removal(stack: &Stack, process: &Process) -> Guest {
 #[tokio::test(flavor = "multi_thread")]
 async fn discard_ends_an_abandoned_removal() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let old = abandoned_removal(&stack, &process).await;
     let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
@@ -137,15 +137,15 @@ async fn discard_ends_an_abandoned_removal() {
 #[tokio::test(flavor = "multi_thread")]
 async fn undelete_ends_an_abandoned_removal() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let old = abandoned_removal(&stack, &process).await;
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
-    let mut beat = beat_of(&old);
+    let mut beat = heartbeat_of(&old);
     beat["epoch"] = json!(2);
     let runs = || async {
         if power(&stack, &old.machine) == Some(Power::Running) {
-            stack.beat(&process, &old, &beat).await;
+            stack.send_heartbeat(&process, &old, &beat).await;
         }
         (stack.status(&process, &old.machine).await == "running").then_some(())
     };

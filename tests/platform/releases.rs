@@ -8,12 +8,12 @@ use super::stack::{Stack, provision_body, publish};
 async fn recovery_keeps_the_release_of_the_slot() {
     let stack = Stack::start().await;
     publish(&stack.store, "v2");
-    let process = stack.platform();
+    let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let mut body = provision_body("user_1");
     body["imageVersion"] = json!("v2");
-    let made = stack.post(&process, "/vps/provision", &body).await.body;
-    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let provisioned = stack.post(&process, "/vps/provision", &body).await.body;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let mut registration = super::stack::registration(&guest.machine, 1);
     registration["imageVersion"] = json!("v2");
     assert_eq!(stack.register_as(&process, &guest.registration_token, &registration).await.status, 200);
@@ -22,7 +22,7 @@ async fn recovery_keeps_the_release_of_the_slot() {
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let machine = recovery["machineId"].as_str().unwrap();
     assert_eq!(stack.get(&process, &format!("/vps/{machine}")).await.body["imageVersion"], "v2");
-    stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     let older = json!({"idpUserId": "user_1", "imageVersion": "v1"});
     let recovery = stack.post(&process, "/vps/recover", &older).await.body;
     let machine = recovery["machineId"].as_str().unwrap();

@@ -4,17 +4,17 @@ use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::stack::{Answer, Guest, Process, SECRET, Stack, beat_of};
+use super::stack::{ApiResponse, Guest, Process, SECRET, Stack, heartbeat_of};
 
-pub async fn resize(stack: &Stack, process: &Process, machine: &str, to: &str) -> Answer {
+pub async fn resize(stack: &Stack, process: &Process, machine: &str, to: &str) -> ApiResponse {
     stack.post(process, &format!("/vps/{machine}/resize"), &json!({"serverType": to})).await
 }
 
 /// Resizes to `cpx32` while the host reconnects, and returns the operation.
 pub async fn resized(stack: &Stack, process: &Process, guest: &Guest) -> Value {
-    let answer = resize(stack, process, &guest.machine, "cpx32").await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    stack.ended_while_beating(process, answer.body["operationId"].as_str().unwrap()).await
+    let response = resize(stack, process, &guest.machine, "cpx32").await;
+    assert_eq!(response.status, 202, "{response:?}");
+    stack.wait_until_ended_with_heartbeats(process, response.body["operationId"].as_str().unwrap()).await
 }
 
 pub async fn record(stack: &Stack, process: &Process, guest: &Guest) -> Value {
@@ -36,18 +36,18 @@ async fn wait_for_polls(stack: &Stack) {
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_changes_only_the_type() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let before = stack.provider.servers().remove(0);
 
-    let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
-    assert_eq!(answer.status, 202, "{answer:?}");
-    let operation = answer.body["operationId"].as_str().unwrap().to_owned();
+    let response = resize(&stack, &process, &guest.machine, "cpx32").await;
+    assert_eq!(response.status, 202, "{response:?}");
+    let operation = response.body["operationId"].as_str().unwrap().to_owned();
     let shape = json!({"machineId": guest.machine, "serverType": "cpx32", "status": "resizing",
         "operationId": operation});
-    assert_eq!(answer.body, shape);
+    assert_eq!(response.body, shape);
     // A heartbeat from before the power-on does not count.
-    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let on = || async {
         let server = stack.provider.servers().remove(0);
         (server.server_type == "cpx32" && server.status == Power::Running).then_some(())
@@ -64,9 +64,9 @@ async fn resize_changes_only_the_type() {
         "resizing",
         "its last heartbeat is from before the power-on"
     );
-    let mut ill = beat_of(&guest);
+    let mut ill = heartbeat_of(&guest);
     ill["health"]["database"] = json!("failing");
-    stack.beat(&process, &guest, &ill).await;
+    stack.send_heartbeat(&process, &guest, &ill).await;
     wait_for_polls(&stack).await;
     assert_eq!(
         record(&stack, &process, &guest).await["status"],
@@ -75,7 +75,7 @@ async fn resize_changes_only_the_type() {
     );
     resize(&stack, &process, &guest.machine, "cpx52").await.assert_problem(409, "invalid_state");
 
-    let ended = stack.ended_while_beating(&process, &operation).await;
+    let ended = stack.wait_until_ended_with_heartbeats(&process, &operation).await;
     assert_eq!((&ended["state"], &ended["kind"]), (&json!("succeeded"), &json!("resize")), "{ended}");
     let begun: Vec<_> =
         ended["log"].as_array().unwrap().iter().filter(|line| line["outcome"] == "begun").collect();
@@ -100,8 +100,8 @@ async fn resize_changes_only_the_type() {
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_to_the_current_type_changes_nothing() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let same = resize(&stack, &process, &guest.machine, "cpx22").await;
     let shape =
         json!({"machineId": guest.machine, "serverType": "cpx22", "status": "running", "operationId": null});
@@ -119,14 +119,14 @@ async fn resize_to_the_current_type_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_done_is_refused_and_changes_nothing() {
+async fn impossible_resize_is_refused_and_changes_nothing() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let path = format!("/vps/{}/resize", guest.machine);
-    let no = |answer: Answer, status: u16, code: &'static str| {
-        answer.assert_problem(status, code);
-        let text = answer.text.to_lowercase();
+    let no = |response: ApiResponse, status: u16, code: &'static str| {
+        response.assert_problem(status, code);
+        let text = response.text.to_lowercase();
         assert!(
             !text.contains("scripted") && !text.contains("hetzner") && !text.contains("action"),
             "{text}"
@@ -155,7 +155,7 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
     assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
     no(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
     // Without enforcement only the server's own disk limits the types.
-    let free = stack.platform_with(&[("BILLING_ENFORCEMENT", "false")]);
+    let free = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
     no(resize(&stack, &free, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
     let strange = resize(&stack, &free, &guest.machine, "cpx99").await;
     assert_eq!(strange.body["errors"][0]["pointer"], "/serverType", "{strange:?}");
@@ -170,8 +170,8 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
     stack.provider.clear_faults();
     assert_eq!(record(&stack, &process, &guest).await["status"], "running");
 
-    let made = stack.provision(&process, "user_2").await;
-    let booting = made["machineId"].as_str().unwrap();
+    let provisioned = stack.provision(&process, "user_2").await;
+    let booting = provisioned["machineId"].as_str().unwrap();
     let refused = resize(&stack, &process, booting, "cpx32").await;
     assert_eq!(
         (&refused.body["machineStatus"], &refused.body["allowed"]),
@@ -185,13 +185,14 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_down_checks_the_actual_disk_size() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     assert_eq!(resized(&stack, &process, &guest).await["state"], "succeeded");
     // Its type would have 160 GB; the disk still has 80, so it fits.
     let back = resize(&stack, &process, &guest.machine, "cpx22").await;
     assert_eq!(back.status, 202, "{back:?}");
-    let ended = stack.ended_while_beating(&process, back.body["operationId"].as_str().unwrap()).await;
+    let ended =
+        stack.wait_until_ended_with_heartbeats(&process, back.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert_eq!(record(&stack, &process, &guest).await["serverType"], "cpx22");
 }
@@ -199,18 +200,22 @@ async fn resize_down_checks_the_actual_disk_size() {
 #[tokio::test(flavor = "multi_thread")]
 async fn waiting_caller_gets_the_final_type() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.provider.fault(FaultRule::once("POST", "change_type", Fault::ActionError));
     let request = stack.request(&process, Method::POST, &format!("/vps/{}/resize", guest.machine));
     let request =
         request.bearer_auth(SECRET).header("prefer", "wait=30").json(&json!({"serverType": "cpx32"}));
     let beats = async {
         loop {
-            stack.try_beats(process.base.clone()).await;
+            stack.try_send_heartbeats(process.base.clone()).await;
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     };
-    let answer = tokio::select! { answer = stack.send(request) => answer, () = beats => unreachable!() };
-    assert_eq!((&answer.body["status"], &answer.body["serverType"]), (&json!("running"), &json!("cpx22")));
+    let response =
+        tokio::select! { response = stack.send(request) => response, () = beats => unreachable!() };
+    assert_eq!(
+        (&response.body["status"], &response.body["serverType"]),
+        (&json!("running"), &json!("cpx22"))
+    );
 }

@@ -4,7 +4,7 @@ use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
 use super::resize::{actions, record, resize, resized};
-use super::stack::{Guest, Process, Stack, beat_of};
+use super::stack::{Guest, Process, Stack, heartbeat_of};
 
 fn refusing(status: u16) -> Fault {
     Fault::Status { status, code: "server_error".to_owned(), reset_in_seconds: None }
@@ -44,8 +44,8 @@ async fn setup() -> (Stack, Process, Guest) {
 
 async fn setup_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
-    let process = stack.platform_with(settings);
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(settings);
+    let guest = stack.start_machine(&process, "user_1").await;
     (stack, process, guest)
 }
 
@@ -126,15 +126,15 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     assert_eq!(now["failure"]["stage"], "power_on");
 
     // An unhealthy heartbeat or one of another epoch does not reinstate it.
-    let mut ill = beat_of(&guest);
+    let mut ill = heartbeat_of(&guest);
     ill["health"]["gateway"] = json!("failing");
-    stack.beat(&process, &guest, &ill).await;
-    let mut other = beat_of(&guest);
+    stack.send_heartbeat(&process, &guest, &ill).await;
+    let mut other = heartbeat_of(&guest);
     other["epoch"] = json!(7);
-    stack.beat(&process, &guest, &other).await;
+    stack.send_heartbeat(&process, &guest, &other).await;
     assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
     // Nor does a heartbeat in flight when the power was cut.
-    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
     stack.provider.clear_faults();
     let id = stack.provider.servers().remove(0).id;
@@ -142,7 +142,7 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
         reqwest::Client::new().post(format!("{}/servers/{id}/actions/poweron", stack.provider.base_url()));
     assert!(on.bearer_auth(stack.provider.token()).send().await.unwrap().status().is_success());
     stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
-    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let now = record(&stack, &process, &guest).await;
     assert_eq!((&now["status"], &now["failure"]), (&json!("running"), &Value::Null));
     assert_eq!(now["serverType"], "cpx32", "the type that the provider reports");
@@ -151,8 +151,8 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_fails_without_a_later_heartbeat() {
     let (stack, process, guest) = setup_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
-    let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
-    let path = format!("/vps/operations/{}", answer.body["operationId"].as_str().unwrap());
+    let response = resize(&stack, &process, &guest.machine, "cpx32").await;
+    let path = format!("/vps/operations/{}", response.body["operationId"].as_str().unwrap());
     let ended = || async {
         let found = stack.get(&process, &path).await.body;
         (found["state"] != "running").then_some(found)
@@ -168,9 +168,11 @@ async fn resize_fails_without_a_later_heartbeat() {
 async fn server_that_vanishes_during_a_resize_fails_as_gone() {
     let (stack, process, guest) = setup().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
+    let response = resize(&stack, &process, &guest.machine, "cpx32").await;
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
-    let ended = stack.ended_while_beating(&process, answer.body["operationId"].as_str().unwrap()).await;
+    let ended = stack
+        .wait_until_ended_with_heartbeats(&process, response.body["operationId"].as_str().unwrap())
+        .await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("server_gone")), "{ended}");
     let now = record(&stack, &process, &guest).await;
     assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("server_gone")));
@@ -188,20 +190,20 @@ async fn fail_delete_and_recover_end_an_open_resize() {
     let path = format!("/vps/operations/{}", operation.as_str().unwrap());
     assert_eq!(stack.get(&process, &path).await.body["state"], "cancelled");
 
-    let guest = stack.running(&process, "user_2").await;
+    let guest = stack.start_machine(&process, "user_2").await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     resize(&stack, &process, &guest.machine, "cpx32").await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
-    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 
-    let guest = stack.running(&process, "user_3").await;
+    let guest = stack.start_machine(&process, "user_3").await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     stack.snapshot("user_3");
     resize(&stack, &process, &guest.machine, "cpx32").await;
     let recovery =
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_3", "acceptLoss": true})).await.body;
-    let ended = stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     let two = || async { (stack.provider.servers().len() == 2).then_some(()) };
     stack.eventually("the failed machine of user_1 and the new one remain", two).await;
@@ -230,7 +232,7 @@ async fn stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, Stri
 async fn settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
     let check = || async {
         if server(stack).0 == Power::Running {
-            stack.beat(process, guest, &beat_of(guest)).await;
+            stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await;
         }
         let operations = record(stack, process, guest).await["operations"].clone();
         let ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
@@ -262,7 +264,7 @@ async fn overdue_resize_switches_server_on() {
     stack.eventually("the reconciler ends the operation", hung).await;
     settled(&stack, &process, &guest).await;
     let runs = || async {
-        stack.beat(&process, &guest, &beat_of(&guest)).await;
+        stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
         (record(&stack, &process, &guest).await["status"] == "running").then_some(())
     };
     stack.eventually("a heartbeat reinstates the machine", runs).await;
@@ -272,7 +274,7 @@ async fn overdue_resize_switches_server_on() {
 async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
     let (stack, process, guest, _) = stuck_resize(&[("DELETE_GRACE_SECONDS", "600")]).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
-    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let path = format!("/vps/{}/undelete", guest.machine);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
     let is_on = || async { (server(&stack).0 == Power::Running).then_some(()) };

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio_postgres::Client;
 
 use super::internal_host::{Host, host};
-use super::stack::{Guest, Process, SECRET, Stack, beat_of, provision_body, registration};
+use super::stack::{Guest, Process, SECRET, Stack, heartbeat_of, provision_body, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
@@ -27,7 +27,7 @@ impl Restorable {
         let stack = Stack::start().await;
         let client = stack.database.connect().await.unwrap();
         let copy = TablesCopy::new(&client).await.unwrap();
-        let process = Some(stack.platform_with(settings));
+        let process = Some(stack.start_platform_with(settings));
         Self { stack, process, client, copy, settings: settings.to_vec() }
     }
 
@@ -43,11 +43,11 @@ impl Restorable {
     pub async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
         if let Some(mut process) = self.process.take() {
             process.kill();
-            process.killed().await;
+            process.wait_until_killed().await;
         }
         assert!(self.copy.restore(&self.client).await.unwrap());
         let settings = [self.settings.clone(), settings.to_vec()].concat();
-        self.process = Some(self.stack.platform_with(&settings));
+        self.process = Some(self.stack.start_platform_with(&settings));
     }
 
     pub async fn record(&self, machine: &str) -> Value {
@@ -73,19 +73,19 @@ impl Restorable {
         assert_eq!(abandoned.status, 200, "{abandoned:?}");
     }
 
-    /// Waits until a deletion asks because the database is older than the store.
+    /// Waits until a deletion needs a decision because the database is older than the store.
     pub async fn until_asking(&self, operation: &str) {
-        let asks = || async {
+        let waiting = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
         };
-        let asks = self.stack.eventually("the deletion asks", asks).await;
-        assert_eq!(asks["question"]["code"], "database_behind_store", "{asks}");
+        let waiting = self.stack.eventually("the deletion waits", waiting).await;
+        assert_eq!(waiting["question"]["code"], "database_behind_store", "{waiting}");
     }
 
     pub async fn until_backup_requested(&self, host: &Host) {
         let is_requested = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
-        self.stack.eventually("the last backup is requested", is_requested).await;
+        self.stack.eventually("the final backup is requested", is_requested).await;
     }
 
     pub async fn until_fenced_at(&self, epoch: u64) {
@@ -93,19 +93,19 @@ impl Restorable {
         self.stack.eventually("the fence", fenced).await;
     }
 
-    pub async fn beat(&self, guest: &Guest, epoch: u64, more: Value) -> Value {
-        let mut beat = beat_of(guest);
+    pub async fn send_heartbeat(&self, guest: &Guest, epoch: u64, more: Value) -> Value {
+        let mut beat = heartbeat_of(guest);
         beat["epoch"] = json!(epoch);
         if !more.is_null() {
             beat["registration"] = more;
         }
-        self.stack.beat(self.process(), guest, &beat).await.body
+        self.stack.send_heartbeat(self.process(), guest, &beat).await.body
     }
 
     /// Sends heartbeats under this epoch until the machine runs.
     pub async fn beat_until_running(&self, guest: &Guest, epoch: u64) {
         let runs = || async {
-            self.beat(guest, epoch, Value::Null).await;
+            self.send_heartbeat(guest, epoch, Value::Null).await;
             (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
         };
         self.stack.eventually("it runs", runs).await;
@@ -120,8 +120,8 @@ impl Restorable {
     }
 }
 
-pub(super) fn id(answer: &Value, name: &str) -> String {
-    answer[name].as_str().unwrap_or_else(|| panic!("no {name}: {answer}")).to_owned()
+pub(super) fn id(response: &Value, name: &str) -> String {
+    response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -136,10 +136,10 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
     it.until_fenced_at(3).await;
     it.until_status(&machine, "running").await;
-    it.beat(&old.guest, 3, Value::Null).await;
+    it.send_heartbeat(&old.guest, 3, Value::Null).await;
 
     it.restore(&[]).await;
-    // The copy's operation would request a last backup at once.
+    // The copy's operation would request a final backup at once.
     old.store_backup(&it.stack, "user_1");
     let back = it.until_status(&machine, "running").await;
     assert_eq!(back["epoch"], 3, "{back}");
@@ -157,10 +157,10 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn registration_of_a_recovery_failed_since_is_refused() {
     let mut it = Restorable::start(&[]).await;
-    let old = it.stack.running(it.process(), "user_1").await;
+    let old = it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let new = it.stack.guest(it.process(), &id(&recovery, "machineId")).await;
+    let new = it.stack.wait_for_guest(it.process(), &id(&recovery, "machineId")).await;
     it.save().await;
     let path = format!("/vps/{}/boot-failure", new.machine);
     let report = it.stack.request(it.process(), Method::POST, &path).bearer_auth(&new.registration_token);
@@ -176,7 +176,7 @@ async fn registration_of_a_recovery_failed_since_is_refused() {
     it.beat_until_running(&old, 3).await;
 }
 
-/// A deletion that was undone after the copy and asks under the restored copy; returns the path of its operation.
+/// A deletion that was undone after the copy and waits for a decision under the restored copy; returns the path of its operation.
 async fn undone_deletion(query: &str) -> (Restorable, Host, String) {
     let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = host(&it.stack, it.process()).await;
@@ -194,12 +194,12 @@ async fn undone_deletion(query: &str) -> (Restorable, Host, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_undone_after_the_copy_asks() {
+async fn deletion_undone_after_the_copy_waits_for_operator() {
     let (it, old, operation) = undone_deletion("").await;
     let machine = old.guest.machine.clone();
     assert_eq!(it.power(&machine), Some(Power::Running));
     // A host that the fence in the store names is not reported as superseded.
-    assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
+    assert_eq!(it.send_heartbeat(&old.guest, 2, Value::Null).await["superseded"], false);
     it.abandon(&operation).await;
     it.beat_until_running(&old.guest, 2).await;
 }
@@ -226,11 +226,11 @@ async fn deletion_undone_after_the_copy_continues_when_confirmed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
-    let old = it.stack.running(it.process(), "user_1").await;
+    let old = it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
-    it.stack.ended(it.process(), &id(&deleted, "operationId")).await;
-    // As after its last backup.
+    it.stack.wait_until_ended(it.process(), &id(&deleted, "operationId")).await;
+    // As after its final backup.
     it.client.execute("UPDATE user_machines SET unsaved_since = NULL", &[]).await.unwrap();
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
@@ -244,7 +244,7 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
     // While the store is unreadable, the host is not reported as superseded.
     it.stack.store.fault(Rule::new(Fault::Status(503)).key("latest").always());
-    assert_eq!(it.beat(&old, 2, Value::Null).await["superseded"], false);
+    assert_eq!(it.send_heartbeat(&old, 2, Value::Null).await["superseded"], false);
     it.stack.store.heal();
     let back = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
@@ -255,10 +255,10 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
 #[tokio::test(flavor = "multi_thread")]
 async fn discard_from_before_the_copy_must_be_repeated() {
     let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
-    let old = it.stack.running(it.process(), "user_1").await;
+    let old = it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
-    it.stack.ended(it.process(), &id(&deleted, "operationId")).await;
+    it.stack.wait_until_ended(it.process(), &id(&deleted, "operationId")).await;
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
@@ -291,34 +291,34 @@ async fn machine_adopts_the_later_signed_epoch() {
 
     it.restore(&[]).await;
     // An invented epoch of a host is not trusted.
-    assert_eq!(it.beat(&old.guest, 7, Value::Null).await["epoch"], 1);
-    it.beat(&old.guest, 3, Value::Null).await;
+    assert_eq!(it.send_heartbeat(&old.guest, 7, Value::Null).await["epoch"], 1);
+    it.send_heartbeat(&old.guest, 3, Value::Null).await;
     assert_eq!(it.record(&old.guest.machine).await["epoch"], 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_repeats_a_forgotten_registration() {
     let mut it = Restorable::start(&[]).await;
-    let made = it.stack.provision(it.process(), "user_1").await;
-    let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
+    let provisioned = it.stack.provision(it.process(), "user_1").await;
+    let guest = it.stack.wait_for_guest(it.process(), &id(&provisioned, "machineId")).await;
     it.save().await;
     assert_eq!(it.stack.register(it.process(), &guest).await.status, 200);
     it.restore(&[]).await;
     assert_eq!(it.stack.status(it.process(), &guest.machine).await, "provisioning");
-    it.beat(&guest, 1, registration(&guest.machine, 1)).await;
+    it.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
     let runs = it.record(&guest.machine).await;
     assert_eq!(runs["status"], "running", "{runs}");
-    let operation = it.stack.ended(it.process(), &id(&made, "operationId")).await;
+    let operation = it.stack.wait_until_ended(it.process(), &id(&provisioned, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn registration_of_another_machine_is_ignored() {
     let it = Restorable::start(&[("DELETE_GRACE_SECONDS", "0"), ("SERVER_GONE_SILENCE_SECONDS", "1")]).await;
-    let made = it.stack.provision(it.process(), "user_1").await;
-    let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
+    let provisioned = it.stack.provision(it.process(), "user_1").await;
+    let guest = it.stack.wait_for_guest(it.process(), &id(&provisioned, "machineId")).await;
     let other = registration("00000000-0000-7000-8000-000000000000", 1);
-    it.beat(&guest, 1, other).await;
+    it.send_heartbeat(&guest, 1, other).await;
     assert_eq!(it.record(&guest.machine).await["status"], "provisioning");
     it.stack.delete(it.process(), &format!("/vps/{}", guest.machine)).await;
     it.stack.assert_no_server();
@@ -328,17 +328,17 @@ async fn registration_of_another_machine_is_ignored() {
 #[tokio::test(flavor = "multi_thread")]
 async fn serving_host_of_a_failed_machine_is_kept() {
     let mut it = Restorable::start(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]).await;
-    let made = it.stack.provision(it.process(), "user_1").await;
-    let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
+    let provisioned = it.stack.provision(it.process(), "user_1").await;
+    let guest = it.stack.wait_for_guest(it.process(), &id(&provisioned, "machineId")).await;
     it.client
         .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
         .await
         .unwrap();
     it.save().await;
     it.restore(&[]).await;
-    it.beat(&guest, 1, registration(&guest.machine, 1)).await;
-    let answer = it.stack.delete(it.process(), &format!("/vps/{}", guest.machine)).await;
-    it.stack.ended(it.process(), &id(&answer.body, "operationId")).await;
+    it.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
+    let response = it.stack.delete(it.process(), &format!("/vps/{}", guest.machine)).await;
+    it.stack.wait_until_ended(it.process(), &id(&response.body, "operationId")).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
     assert!(it.power(&guest.machine).is_some(), "{}", it.stack.log());
     it.until_in_fleet("unsaved_changes").await;
@@ -347,13 +347,13 @@ async fn serving_host_of_a_failed_machine_is_kept() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_of_a_forgotten_machine_requires_an_accepted_loss() {
     let mut it = Restorable::start(&[]).await;
-    it.stack.running(it.process(), "user_1").await;
+    it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     it.save().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = it.stack.post(it.process(), "/vps/recover", &body).await.body;
     let forgotten = id(&recovery, "machineId");
-    it.stack.ended(it.process(), &id(&recovery, "operationId")).await;
+    it.stack.wait_until_ended(it.process(), &id(&recovery, "operationId")).await;
     it.restore(&[]).await;
     let refused = it.stack.post(it.process(), "/vps/recover", &body).await;
     refused.assert_problem(409, "invalid_state");
@@ -372,7 +372,7 @@ async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
     let mut it = Restorable::start(&[]).await;
     it.stack.subscribe(it.process(), "user_1").await;
     it.save().await;
-    let forgotten = it.stack.running(it.process(), "user_1").await;
+    let forgotten = it.stack.start_machine(it.process(), "user_1").await;
     it.restore(&[]).await;
     let mut body = provision_body("user_1");
     for accepted in [json!(false), json!(true)] {
@@ -380,8 +380,8 @@ async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
         it.stack.post(it.process(), "/vps/provision", &body).await.assert_problem(409, "invalid_state");
     }
     body["allowEmpty"] = json!(true);
-    let made = it.stack.post(it.process(), "/vps/provision", &body).await;
-    assert_eq!((made.status, &made.body["epoch"]), (202, &json!(2)), "{made:?}");
+    let provisioned = it.stack.post(it.process(), "/vps/provision", &body).await;
+    assert_eq!((provisioned.status, &provisioned.body["epoch"]), (202, &json!(2)), "{provisioned:?}");
     assert!(it.power(&forgotten.machine).is_some());
 }
 
@@ -389,20 +389,23 @@ async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
 #[tokio::test(flavor = "multi_thread")]
 async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
     let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "600")]).await;
-    let old = it.stack.running(it.process(), "user_1").await;
+    let old = it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
-    it.stack.ended(it.process(), &id(&deleted, "operationId")).await;
+    it.stack.wait_until_ended(it.process(), &id(&deleted, "operationId")).await;
     it.save().await;
-    let made = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
-    assert_eq!(made.status, 202, "{made:?}");
+    let provisioned = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!(provisioned.status, 202, "{provisioned:?}");
     it.until_fenced_at(2).await;
     it.restore(&[]).await;
     let path = format!("/vps/{}/undelete", old.machine);
     let refused = it.stack.post(it.process(), &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
-    assert!(detail.contains(&id(&made.body, "machineId")) && detail.contains("svcctl provision"), "{detail}");
+    assert!(
+        detail.contains(&id(&provisioned.body, "machineId")) && detail.contains("svcctl provision"),
+        "{detail}"
+    );
     assert!(it.record(&old.machine).await["deletedAt"].is_string());
 }
 
@@ -410,17 +413,17 @@ async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
 #[tokio::test(flavor = "multi_thread")]
 async fn replaced_machine_is_neither_switched_on_nor_resized() {
     let mut it = Restorable::start(&[]).await;
-    let old = it.stack.running(it.process(), "user_1").await;
+    let old = it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     it.save().await;
     let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.stack.ended(it.process(), &id(&recovery, "operationId")).await;
+    it.stack.wait_until_ended(it.process(), &id(&recovery, "operationId")).await;
     assert_eq!(it.power(&old.machine), Some(Power::Off));
     it.restore(&[]).await;
     let path = format!("/vps/{}/power", old.machine);
     let on = it.stack.post(it.process(), &path, &json!({"action": "on"})).await;
     assert_eq!(on.status, 202, "{on:?}");
-    let operation = it.stack.ended(it.process(), &id(&on.body, "operationId")).await;
+    let operation = it.stack.wait_until_ended(it.process(), &id(&on.body, "operationId")).await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("database_behind_store"))
@@ -437,12 +440,12 @@ async fn replaced_machine_is_neither_switched_on_nor_resized() {
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_with_an_impossible_epoch_is_refused() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     for epoch in [u64::from(u32::MAX) + 1, u64::from(u32::MAX), 1 << 60] {
-        let mut beat = beat_of(&guest);
+        let mut beat = heartbeat_of(&guest);
         beat["epoch"] = json!(epoch);
-        stack.beat(&process, &guest, &beat).await.assert_problem(400, "invalid_request");
+        stack.send_heartbeat(&process, &guest, &beat).await.assert_problem(400, "invalid_request");
     }
-    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
 }

@@ -2,20 +2,20 @@
 
 use serde_json::{Value, json};
 
-use super::stack::{Stack, beat_of};
+use super::stack::{Stack, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_with_a_healthy_host_is_resumed() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let path = format!("/vps/{}/resume", guest.machine);
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "wrong one"})).await;
     let silent = stack.post(&process, &path, &json!({})).await;
     silent.assert_problem(409, "invalid_state");
     assert!(silent.body["detail"].as_str().unwrap().contains("heartbeat"), "{silent:?}");
 
-    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let resumed = stack.post(&process, &path, &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
     assert_eq!(resumed.body["failure"], Value::Null);
@@ -28,9 +28,9 @@ async fn failed_machine_with_a_healthy_host_is_resumed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_never_served_is_not_resumed() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let made = stack.provision(&process, "user_1").await;
-    let machine = made["machineId"].as_str().unwrap();
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let machine = provisioned["machineId"].as_str().unwrap();
     let path = format!("/vps/{machine}/resume");
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
     stack.post(&process, &format!("/vps/{machine}/fail"), &json!({"reason": "r"})).await;

@@ -29,8 +29,8 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
         FROM (VALUES (1, -4000, NULL), (2, -3000, NULL), (3, 10, -4000), (4, 10, -3000), (5, 10, NULL)) \
             AS v (n, expires, revoked)";
     client.batch_execute(fill).await.unwrap();
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let machine: uuid::Uuid = guest.machine.parse().unwrap();
     let old = uuid::Uuid::now_v7();
     let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step, ended_at) \

@@ -52,7 +52,7 @@ impl Lives {
             settings.push((name.to_owned(), value.to_owned()));
         }
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (&**name, &**value)).collect();
-        let process = stack.platform_with(&settings);
+        let process = stack.start_platform_with(&settings);
         Ok(Self { stack, idp, process })
     }
 
@@ -63,8 +63,9 @@ impl Lives {
     /// A machine of `user_1` whose host has booted and registered.
     async fn provision(&self) -> Result<String> {
         self.stack.subscribe(&self.process, "user_1").await;
-        let made = self.stack.post(&self.process, "/vps/provision", &provision_body("user_1")).await;
-        let machine = made.body["machineId"].as_str().with_context(|| format!("{made:?}"))?.to_owned();
+        let provisioned = self.stack.post(&self.process, "/vps/provision", &provision_body("user_1")).await;
+        let machine =
+            provisioned.body["machineId"].as_str().with_context(|| format!("{provisioned:?}"))?.to_owned();
         self.until(&machine, "running", |record| record["status"] == "running").await;
         Ok(machine)
     }
@@ -115,8 +116,8 @@ async fn resized_host_keeps_its_data_without_another_restore() -> Result<()> {
     let marker = std::fs::metadata(disk.join("opt/svc/restore-complete"))?.modified()?;
 
     lives.until_owner_gets(200).await;
-    let answer = resize(&lives.stack, &lives.process, &machine, "cpx32").await;
-    assert_eq!(answer.status, 202, "{answer:?}");
+    let response = resize(&lives.stack, &lives.process, &machine, "cpx32").await;
+    assert_eq!(response.status, 202, "{response:?}");
     lives.until_owner_gets(503).await;
     assert_eq!(lives.record(&machine).await["status"], "resizing");
     let back = lives.until(&machine, "it runs on the new type", |record| {
@@ -162,7 +163,7 @@ async fn next_machine_after_a_delete_has_the_backed_up_data() -> Result<()> {
     };
     lives.stack.eventually("the host reports its backup", reported).await;
 
-    // Its last backup contains the later writes.
+    // Its final backup contains the later writes.
     let deleted = lives.stack.delete(&lives.process, &format!("/vps/{first}")).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     lives

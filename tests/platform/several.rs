@@ -11,7 +11,7 @@ use super::stack::{Stack, heartbeat};
 #[tokio::test(flavor = "multi_thread")]
 async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     let stack = Stack::start().await;
-    let (mut one, two) = (stack.platform(), stack.platform());
+    let (mut one, two) = (stack.start_platform(), stack.start_platform());
     let users: Vec<String> = (0..8).map(|n| format!("user_{n}")).collect();
     // Each process handles one request: one machine each.
     let requests = users.iter().map(|user| async {
@@ -22,15 +22,15 @@ async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     });
     let made = join_all(requests).await;
     one.kill();
-    let ended = made.iter().map(|made| stack.ended(&two, made["operationId"].as_str().unwrap()));
+    let ended = made.iter().map(|made| stack.wait_until_ended(&two, made["operationId"].as_str().unwrap()));
     for operation in join_all(ended).await {
         assert_eq!(operation["state"], "succeeded", "{operation}");
     }
     assert_eq!(stack.provider.creations().len(), users.len());
     assert_eq!(stack.provider.servers().len(), users.len());
 
-    let three = stack.platform();
-    let guest = stack.guest(&two, made[0]["machineId"].as_str().unwrap()).await;
+    let three = stack.start_platform();
+    let guest = stack.wait_for_guest(&two, made[0]["machineId"].as_str().unwrap()).await;
     let mut keys = Vec::new();
     for process in [&two, &three] {
         let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
@@ -47,7 +47,7 @@ async fn processes_starting_on_an_empty_database_agree() {
     let empty = kit::pg::test_database().await.unwrap();
     let url = empty.url();
     let processes: Vec<_> = std::thread::scope(|scope| {
-        let start = || stack.platform_with(&[("PLATFORM_DATABASE_URL", &url)]);
+        let start = || stack.start_platform_with(&[("PLATFORM_DATABASE_URL", &url)]);
         let started: Vec<_> = (0..3).map(|_| scope.spawn(start)).collect();
         started.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
@@ -64,10 +64,10 @@ async fn processes_starting_on_an_empty_database_agree() {
 #[tokio::test(flavor = "multi_thread")]
 async fn termination_completes_requests_and_releases_leases() {
     let stack = Stack::start().await;
-    let mut process = stack.platform_with(&[("PLATFORM_LEASE_SECONDS", "600")]);
-    let made = stack.provision(&process, "user_1").await;
-    let machine = made["machineId"].as_str().unwrap();
-    stack.guest(&process, machine).await;
+    let mut process = stack.start_platform_with(&[("PLATFORM_LEASE_SECONDS", "600")]);
+    let provisioned = stack.provision(&process, "user_1").await;
+    let machine = provisioned["machineId"].as_str().unwrap();
+    stack.wait_for_guest(&process, machine).await;
     let request = stack.request(&process, Method::DELETE, &format!("/vps/{machine}"));
     let request = request.bearer_auth(super::stack::SECRET).header("prefer", "wait=60");
     stack.provider.fault(kit::provider::FaultRule::times(
@@ -81,36 +81,36 @@ async fn termination_completes_requests_and_releases_leases() {
         stack.eventually("the delete is in flight", called).await;
         kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), Signal::SIGTERM).unwrap();
     };
-    let (answer, ()) = tokio::join!(stack.send(request), stop);
-    assert_eq!(answer.status, 202, "{answer:?}");
-    assert!(process.end().await.success(), "{}", stack.log());
+    let (response, ()) = tokio::join!(stack.send(request), stop);
+    assert_eq!(response.status, 202, "{response:?}");
+    assert!(process.wait_for_exit().await.success(), "{}", stack.log());
     let client = stack.database.connect().await.unwrap();
     let held = client.query("SELECT 1 FROM operations WHERE lease_until IS NOT NULL", &[]).await.unwrap();
     assert!(held.is_empty());
 
-    let next = stack.platform();
-    let operation = stack.ended(&next, answer.body["operationId"].as_str().unwrap()).await;
+    let next = stack.start_platform();
+    let operation = stack.wait_until_ended(&next, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], json!("succeeded"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn process_paused_beyond_its_lease_writes_nothing() {
     let stack = Stack::start().await;
-    let sleeper = stack.platform();
+    let sleeper = stack.start_platform();
     let pid = Pid::from_raw(i32::try_from(sleeper.pid()).unwrap());
     stack.provider.fault(kit::provider::FaultRule::once(
         "POST",
         "/servers",
         kit::provider::Fault::SlowReply { ms: 1500 },
     ));
-    let made = stack.provision(&sleeper, "user_1").await;
+    let provisioned = stack.provision(&sleeper, "user_1").await;
     let created = || async { (!stack.provider.servers().is_empty()).then_some(()) };
     stack.eventually("the create is in flight", created).await;
     kill(pid, Signal::SIGSTOP).unwrap();
-    let other = stack.platform();
-    let operation = stack.ended(&other, made["operationId"].as_str().unwrap()).await;
+    let other = stack.start_platform();
+    let operation = stack.wait_until_ended(&other, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
+    let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
     let record = || async {
         let mut record = stack.get(&other, &path).await.body;
         // The possible loss grows by the second.
@@ -123,7 +123,7 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     // After its pause it serves again, and has noticed that it lost the step.
     assert_eq!(stack.get(&sleeper, "/readyz").await.status, 200);
     let idle = stack.provision(&sleeper, "user_2").await;
-    stack.ended(&sleeper, idle["operationId"].as_str().unwrap()).await;
+    stack.wait_until_ended(&sleeper, idle["operationId"].as_str().unwrap()).await;
     assert_eq!(record().await, before);
     assert_eq!(stack.provider.creations().len(), 2);
 }

@@ -51,8 +51,8 @@ async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
 async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     let stack = Stack::start().await;
     let process =
-        stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "3600"), ("RECONCILE_SECONDS", "3600")]);
-    let guest = stack.running(&process, "user_1").await;
+        stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "3600"), ("RECONCILE_SECONDS", "3600")]);
+    let guest = stack.start_machine(&process, "user_1").await;
     stack.subscribe(&process, "user_2").await;
     let (port, calls) = silent_address().await;
     delete_silent_machines(&stack, &process, port).await;
@@ -70,8 +70,8 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
 
     // Its first step is one that may call a host.
     let before = calls.load(Ordering::Relaxed);
-    let made = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
-    let path = format!("/vps/operations/{}", made.body["operationId"].as_str().unwrap());
+    let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
+    let path = format!("/vps/operations/{}", provisioned.body["operationId"].as_str().unwrap());
     let goes_on = || async {
         let operation: Value = stack.get(&process, &path).await.body;
         (operation["step"] != "last_backup").then_some(())

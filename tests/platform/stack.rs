@@ -96,16 +96,16 @@ impl Stack {
         settings
     }
 
-    pub fn platform(&self) -> Process {
-        self.platform_with(&[])
+    pub fn start_platform(&self) -> Process {
+        self.start_platform_with(&[])
     }
 
     /// A platform process with additional or changed settings.
-    pub fn platform_with(&self, more: &[(&str, &str)]) -> Process {
-        self.started(self.command(more))
+    pub fn start_platform_with(&self, more: &[(&str, &str)]) -> Process {
+        self.start_process(self.command(more))
     }
 
-    pub fn started(&self, mut command: Command) -> Process {
+    pub fn start_process(&self, mut command: Command) -> Process {
         command.stdout(Stdio::piped());
         let mut child = OwnedChild::spawn(&mut command).expect("the platform starts");
         let mut lines = BufReader::new(child.take_stdout().expect("piped")).lines();
@@ -141,40 +141,40 @@ impl Stack {
         self.client.request(method, format!("{}{path}", process.base))
     }
 
-    pub async fn try_post(&self, process: &Process, path: &str, body: &Value) -> anyhow::Result<Answer> {
+    pub async fn try_post(&self, process: &Process, path: &str, body: &Value) -> anyhow::Result<ApiResponse> {
         let request = self.request(process, Method::POST, path).bearer_auth(SECRET).json(body);
-        Answer::of(request.send().await?).await
+        ApiResponse::read(request.send().await?).await
     }
 
-    pub async fn post(&self, process: &Process, path: &str, body: &Value) -> Answer {
+    pub async fn post(&self, process: &Process, path: &str, body: &Value) -> ApiResponse {
         self.send(self.request(process, Method::POST, path).bearer_auth(SECRET).json(body)).await
     }
 
-    pub async fn get(&self, process: &Process, path: &str) -> Answer {
+    pub async fn get(&self, process: &Process, path: &str) -> ApiResponse {
         self.send(self.request(process, Method::GET, path).bearer_auth(SECRET)).await
     }
 
-    pub async fn delete(&self, process: &Process, path: &str) -> Answer {
+    pub async fn delete(&self, process: &Process, path: &str) -> ApiResponse {
         self.send(self.request(process, Method::DELETE, path).bearer_auth(SECRET)).await
     }
 
-    pub async fn send(&self, request: reqwest::RequestBuilder) -> Answer {
+    pub async fn send(&self, request: reqwest::RequestBuilder) -> ApiResponse {
         let (client, request) = request.build_split();
         let request = request.expect("a request");
         let (method, path) = (request.method().clone(), request.url().path().to_owned());
         let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
         let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
-        let answer = async { Answer::of(client.execute(request).await?).await };
-        let answer = answer.await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.log()));
+        let response = async { ApiResponse::read(client.execute(request).await?).await };
+        let response = response.await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.log()));
         contract::platform().check(&Exchange {
             method: &method,
             path: &path,
             sent: sent.as_deref(),
-            status: answer.status,
-            headers: &answer.headers,
-            text: &answer.text,
+            status: response.status,
+            headers: &response.headers,
+            text: &response.text,
         });
-        answer
+        response
     }
 
     pub async fn subscribe(&self, process: &Process, user: &str) {
@@ -186,40 +186,40 @@ impl Stack {
     /// Subscribes and provisions; returns the body of the 202.
     pub async fn provision(&self, process: &Process, user: &str) -> Value {
         self.subscribe(process, user).await;
-        let answer = self.post(process, "/vps/provision", &provision_body(user)).await;
-        assert_eq!(answer.status, 202, "{answer:?}");
-        answer.body
+        let response = self.post(process, "/vps/provision", &provision_body(user)).await;
+        assert_eq!(response.status, 202, "{response:?}");
+        response.body
     }
 
     /// A running machine, registered as its host would.
-    pub async fn running(&self, process: &Process, user: &str) -> Guest {
-        let made = self.provision(process, user).await;
-        let guest = self.guest(process, made["machineId"].as_str().expect("an id")).await;
-        let answer = self.register(process, &guest).await;
-        assert_eq!(answer.status, 200, "{answer:?}\n{}", self.log());
+    pub async fn start_machine(&self, process: &Process, user: &str) -> Guest {
+        let provisioned = self.provision(process, user).await;
+        let guest = self.wait_for_guest(process, provisioned["machineId"].as_str().expect("an id")).await;
+        let response = self.register(process, &guest).await;
+        assert_eq!(response.status, 200, "{response:?}\n{}", self.log());
         guest
     }
 
     /// The machine's server, once the platform has recorded it.
-    pub async fn guest(&self, process: &Process, machine: &str) -> Guest {
+    pub async fn wait_for_guest(&self, process: &Process, machine: &str) -> Guest {
         let noted = || async {
             let record = self.get(process, &format!("/vps/{machine}")).await;
             (!record.body["providerServerId"].is_null()).then_some(())
         };
         self.eventually("the server is recorded", noted).await;
-        Guest::of(&self.provider.server_by_name(&format!("svc-{machine}")).expect("a server"))
+        Guest::from_server(&self.provider.server_by_name(&format!("svc-{machine}")).expect("a server"))
     }
 
-    pub async fn register(&self, process: &Process, guest: &Guest) -> Answer {
+    pub async fn register(&self, process: &Process, guest: &Guest) -> ApiResponse {
         self.register_as(process, &guest.registration_token, &registration(&guest.machine, 1)).await
     }
 
-    pub async fn register_as(&self, process: &Process, token: &str, body: &Value) -> Answer {
+    pub async fn register_as(&self, process: &Process, token: &str, body: &Value) -> ApiResponse {
         self.send(self.request(process, Method::POST, "/vps/register").bearer_auth(token).json(body)).await
     }
 
     /// Plays the hosts of all servers until the operation has ended, and returns the operation.
-    pub async fn ended(&self, process: &Process, operation: &str) -> Value {
+    pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
         let check = || async {
             let found = self.get(process, &path).await.body;
@@ -227,9 +227,9 @@ impl Stack {
                 return Some(found);
             }
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = Guest::of(server);
+                let guest = Guest::from_server(server);
                 if self.register(process, &guest).await.status == 200 {
-                    self.beat(process, &guest, &beat_of(&guest)).await;
+                    self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
                 }
             }
             None
@@ -238,14 +238,14 @@ impl Stack {
     }
 
     /// A heartbeat as this machine's host sends it.
-    pub async fn beat(&self, process: &Process, guest: &Guest, body: &Value) -> Answer {
+    pub async fn send_heartbeat(&self, process: &Process, guest: &Guest, body: &Value) -> ApiResponse {
         let request = self.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
         self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
     }
 
     /// Plays the hosts of all servers that are switched on, as running hosts, until the operation has ended, and
     /// returns the operation.
-    pub async fn ended_while_beating(&self, process: &Process, operation: &str) -> Value {
+    pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
         let check = || async {
             let found = self.get(process, &path).await.body;
@@ -253,8 +253,8 @@ impl Stack {
                 return Some(found);
             }
             for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = Guest::of(server);
-                self.beat(process, &guest, &beat_of(&guest)).await;
+                let guest = Guest::from_server(server);
+                self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
             }
             None
         };
@@ -262,21 +262,21 @@ impl Stack {
     }
 
     /// Heartbeats of every server that is switched on, to a platform that may be dead.
-    pub async fn try_beats(&self, base: String) {
+    pub async fn try_send_heartbeats(&self, base: String) {
         for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-            let guest = Guest::of(server);
-            self.try_beat(&base, &guest, &beat_of(&guest)).await;
+            let guest = Guest::from_server(server);
+            self.try_send_heartbeat(&base, &guest, &heartbeat_of(&guest)).await;
         }
     }
 
     /// The response of a platform that may be dead, if there is one.
-    pub async fn try_beat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
+    pub async fn try_send_heartbeat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
         let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
     }
 
     /// Waits until the process has loaded its first routes.
-    pub async fn routing(&self, process: &Process) {
+    pub async fn wait_for_routes(&self, process: &Process) {
         let ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
         self.eventually("routes are loaded", ready).await;
     }
@@ -345,7 +345,7 @@ pub fn heartbeat() -> Value {
 }
 
 /// A heartbeat of a healthy host, with its own epoch.
-pub fn beat_of(guest: &Guest) -> Value {
+pub fn heartbeat_of(guest: &Guest) -> Value {
     let mut body = heartbeat();
     body["epoch"] = json!(guest.epoch.parse::<u32>().expect("an epoch"));
     body
@@ -363,7 +363,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    pub fn of(server: &ServerView) -> Self {
+    pub fn from_server(server: &ServerView) -> Self {
         let config: Value =
             serde_json::from_str(server.user_data.strip_prefix("#cloud-config\n").expect("cloud-config"))
                 .expect("JSON");
@@ -388,15 +388,15 @@ impl Guest {
 }
 
 #[derive(Debug, Clone)]
-pub struct Answer {
+pub struct ApiResponse {
     pub status: u16,
     pub headers: reqwest::header::HeaderMap,
     pub text: String,
     pub body: Value,
 }
 
-impl Answer {
-    async fn of(response: reqwest::Response) -> anyhow::Result<Self> {
+impl ApiResponse {
+    async fn read(response: reqwest::Response) -> anyhow::Result<Self> {
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
         let text = response.text().await.context("the body")?;
         let body = serde_json::from_str(&text).unwrap_or_default();
@@ -432,24 +432,27 @@ impl Process {
     }
 
     /// Waits until the process has exited.
-    pub async fn end(&mut self) -> ExitStatus {
-        self.child.ended(WAIT_TIMEOUT).await.expect("the platform still runs")
+    pub async fn wait_for_exit(&mut self) -> ExitStatus {
+        self.child.wait_for_exit(WAIT_TIMEOUT).await.expect("the platform still runs")
     }
 
     /// Waits until the process was killed at its fail point.
-    pub async fn killed(&mut self) {
-        let status = self.end().await;
+    pub async fn wait_until_killed(&mut self) {
+        let status = self.wait_for_exit().await;
         assert_eq!(status.signal(), Some(9), "{status}");
     }
 
-    /// [`Self::killed`] at a point that is reached only while hosts send requests.
-    pub async fn killed_while<F: Future<Output = ()>>(&mut self, mut speak: impl FnMut(String) -> F) {
+    /// [`Self::wait_until_killed`] at a point that is reached only while hosts send requests.
+    pub async fn wait_until_killed_while<F: Future<Output = ()>>(
+        &mut self,
+        mut speak: impl FnMut(String) -> F,
+    ) {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while self.child.status().is_none() {
             assert!(Instant::now() < deadline, "the platform still runs");
             speak(self.base.clone()).await;
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        self.killed().await;
+        self.wait_until_killed().await;
     }
 }

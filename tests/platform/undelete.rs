@@ -1,4 +1,4 @@
-//! Delete makes a last backup and keeps the server for a grace period, in which it can be undone. Provisioning over a
+//! Delete makes a final backup and keeps the server for a grace period, in which it can be undone. Provisioning over a
 //! failed machine and the end of a preview do the same.
 
 use std::time::Duration;
@@ -7,7 +7,7 @@ use kit::provider::Power;
 use serde_json::{Value, json};
 
 use super::internal_host::{Host, host};
-use super::stack::{Process, Stack, beat_of, provision_body};
+use super::stack::{Process, Stack, heartbeat_of, provision_body};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
@@ -44,7 +44,7 @@ async fn until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
 #[tokio::test(flavor = "multi_thread")]
 async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await;
@@ -63,11 +63,11 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
 
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
-    let mut beat = beat_of(&old.guest);
+    let mut beat = heartbeat_of(&old.guest);
     beat["epoch"] = json!(2);
     let runs = || async {
         if power(&stack, &machine) == Some(Power::Running) {
-            stack.beat(&process, &old.guest, &beat).await;
+            stack.send_heartbeat(&process, &old.guest, &beat).await;
         }
         (stack.status(&process, &machine).await == "running").then_some(())
     };
@@ -85,8 +85,8 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn undelete_of_an_active_machine_is_refused() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
     let refused = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert_eq!(
@@ -96,15 +96,15 @@ async fn undelete_of_an_active_machine_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_without_backup_asks_and_can_be_abandoned() {
+async fn deletion_without_backup_waits_and_can_be_abandoned() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    let asks = until_ended(&stack, &process, &deleted["operationId"]).await;
+    let waiting = until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(
-        (&asks["state"], &asks["question"]["code"]),
+        (&waiting["state"], &waiting["question"]["code"]),
         (&json!("waiting"), &json!("last_backup_missing"))
     );
     let path = format!("/vps/operations/{}/abandon", deleted["operationId"].as_str().unwrap());
@@ -112,7 +112,7 @@ async fn deletion_without_backup_asks_and_can_be_abandoned() {
     assert_eq!(stack.status(&process, &machine).await, "running", "it was never switched off");
     stack.assert_only_server(&machine);
 
-    // While it asks, its server exists, but is not a kept one.
+    // While it waits for a decision, its server exists, but is not a kept one.
     let now = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
     until_ended(&stack, &process, &now["operationId"]).await;
     let copies = record(&stack, &process, &machine).await["copies"].clone();
@@ -139,7 +139,8 @@ async fn deletion_without_backup_asks_and_can_be_abandoned() {
 #[tokio::test(flavor = "multi_thread")]
 async fn grace_counts_from_the_power_off() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
+    let process =
+        stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
@@ -158,14 +159,14 @@ async fn grace_counts_from_the_power_off() {
 #[tokio::test(flavor = "multi_thread")]
 async fn provision_over_a_failed_machine_backs_it_up_first() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
-    let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
-    assert_eq!((made.status, &made.body["kind"]), (202, &json!("customer")), "{made:?}");
+    let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!((provisioned.status, &provisioned.body["kind"]), (202, &json!("customer")), "{provisioned:?}");
     store_backup(&stack, &old).await;
-    let operation = stack.ended(&process, made.body["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, provisioned.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(power(&stack, &old.guest.machine), Some(Power::Off), "kept until its successor has served");
 }
@@ -173,7 +174,7 @@ async fn provision_over_a_failed_machine_backs_it_up_first() {
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_preview_is_backed_up_and_kept() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now()";
@@ -186,8 +187,8 @@ async fn expired_preview_is_backed_up_and_kept() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_with_a_machine_of_another_kind_is_refused() {
     let stack = Stack::start().await;
-    let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let process = stack.start_platform();
+    stack.start_machine(&process, "user_1").await;
     let mut preview = provision_body("user_1");
     preview["kind"] = json!("preview");
     let refused = stack.post(&process, "/vps/provision", &preview).await;
@@ -198,11 +199,11 @@ async fn slot_with_a_machine_of_another_kind_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_during_recovery_keeps_the_serving_machine() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let old = stack.running(&process, "user_1").await;
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let new = stack.guest(&process, recovery["machineId"].as_str().unwrap()).await;
+    let new = stack.wait_for_guest(&process, recovery["machineId"].as_str().unwrap()).await;
     let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
     let also = &deleted["alsoDeleted"];
     assert_eq!((&also["machineId"], &deleted["undeletableUntil"]), (&json!(old.machine), &Value::Null));
@@ -220,9 +221,9 @@ async fn deletion_during_recovery_keeps_the_serving_machine() {
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let made = stack.provision(&process, "user_1").await;
-    let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let provisioned = stack.provision(&process, "user_1").await;
+    let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
     let deleted = stack.delete(&process, &path).await;
     assert_eq!((deleted.status, &deleted.body["undeletableUntil"]), (202, &Value::Null), "{deleted:?}");
     assert_ne!(stack.post(&process, &format!("{path}/undelete"), &json!({})).await.status, 202);

@@ -10,8 +10,8 @@ async fn database_outage_is_reported_and_recovered() {
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
     server.create_database("svc").await.unwrap();
-    let process = stack.platform_with(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]);
-    stack.routing(&process).await;
+    let process = stack.start_platform_with(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]);
+    stack.wait_for_routes(&process).await;
     assert_eq!(stack.get(&process, "/readyz/control").await.status, 200);
     server.kill9().await.unwrap();
     stack.get(&process, "/vps").await.assert_problem(503, "database_unavailable");
@@ -31,17 +31,21 @@ async fn database_outage_is_reported_and_recovered() {
     server.restart().await.unwrap();
     let back = || async { (stack.get(&process, "/readyz/control").await.status == 200).then_some(()) };
     stack.eventually("ready again", back).await;
-    let made = stack.provision(&process, "user_1").await;
-    assert_eq!(stack.ended(&process, made["operationId"].as_str().unwrap()).await["state"], "succeeded");
+    let provisioned = stack.provision(&process, "user_1").await;
+    assert_eq!(
+        stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await["state"],
+        "succeeded"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_store_stops_control_and_drains_no_router() {
+async fn store_outage_stops_control_but_not_the_router() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("FAILPOINTS", "operations.provision.fence.before=1*sleep(1500)")]);
+    let process =
+        stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=1*sleep(1500)")]);
     stack.subscribe(&process, "user_1").await;
-    stack.routing(&process).await;
-    let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await.body;
+    stack.wait_for_routes(&process).await;
+    let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await.body;
     stack.store.down();
     assert_eq!(stack.get(&process, "/readyz").await.status, 200);
     let ready = stack.get(&process, "/readyz/control").await;
@@ -52,7 +56,7 @@ async fn lost_store_stops_control_and_drains_no_router() {
     tokio::time::sleep(std::time::Duration::from_millis(2000)).await;
     assert!(stack.provider.servers().is_empty(), "no server exists before its fence");
     stack.store.up().unwrap();
-    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
 }
 
@@ -63,9 +67,9 @@ async fn process_is_not_ready_before_its_first_routes() {
     let mut client = stack.database.connect().await.unwrap();
     let locked = client.transaction().await.unwrap();
     locked.batch_execute("LOCK TABLE user_machines IN ACCESS EXCLUSIVE MODE").await.unwrap();
-    let process = stack.platform();
+    let process = stack.start_platform();
     let ready = stack.get(&process, "/readyz").await;
     assert_eq!((ready.status, &ready.body["routes"]), (503, &"not_loaded".into()), "{ready:?}");
     locked.rollback().await.unwrap();
-    stack.routing(&process).await;
+    stack.wait_for_routes(&process).await;
 }

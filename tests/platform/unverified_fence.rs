@@ -15,31 +15,31 @@ impl Restorable {
         self.save().await;
         let mut process = self.process.take().unwrap();
         process.kill();
-        process.killed().await;
+        process.wait_until_killed().await;
         let both = [("PLATFORM_KEY", NEW_KEY), ("PLATFORM_KEY_PREVIOUS", OLD_KEY)];
-        self.process = Some(self.stack.platform_with(&[self.settings.clone(), both.to_vec()].concat()));
+        self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
     }
 
     /// Restores the old database and key. The marks that would refuse that key are lost, or were not written yet.
     async fn restore_with_old_key(&mut self) {
         let mut process = self.process.take().unwrap();
         process.kill();
-        process.killed().await;
+        process.wait_until_killed().await;
         assert!(self.stack.store.remove(BUCKET, mark::MARK_PATH));
         self.restore(&[]).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fence_of_a_later_key_is_no_free_slot() {
+async fn fence_signed_by_later_key_does_not_free_the_slot() {
     let mut it = Restorable::start(&[]).await;
-    let old = it.stack.running(it.process(), "user_1").await;
+    let old = it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     it.change_key().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = it.stack.post(it.process(), "/vps/recover", &body).await.body;
     let forgotten = id(&recovery, "machineId");
-    it.stack.ended(it.process(), &id(&recovery, "operationId")).await;
+    it.stack.wait_until_ended(it.process(), &id(&recovery, "operationId")).await;
     it.restore_with_old_key().await;
 
     let refused = it.stack.post(it.process(), "/vps/recover", &body).await;
@@ -55,7 +55,7 @@ async fn fence_of_a_later_key_is_no_free_slot() {
     it.until_key_is_requested(&operation).await;
     it.until_in_fleet("unverified_fence").await;
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
-    // Without a decision it checks again, and asks again.
+    // Without a decision it checks again, and waits again.
     assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
     it.until_key_is_requested(&operation).await;
     // The other machine may hold the slot, so this one does not get it back either.
@@ -66,20 +66,20 @@ async fn fence_of_a_later_key_is_no_free_slot() {
 
 impl Restorable {
     async fn until_key_is_requested(&self, operation: &str) {
-        let asks = || async {
+        let waiting = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
         };
-        let asks = self.stack.eventually("the operation asks", asks).await;
-        assert_eq!(asks["question"]["code"], "unverified_fence", "{asks}");
+        let waiting = self.stack.eventually("the operation waits", waiting).await;
+        assert_eq!(waiting["question"]["code"], "unverified_fence", "{waiting}");
     }
 }
 
 /// A host can write the pointer: a forged fence makes only its own slot wait for an operator.
 #[tokio::test(flavor = "multi_thread")]
-async fn fence_that_a_host_made_up_locks_no_slot() {
+async fn forged_fence_does_not_lock_the_slot() {
     let it = Restorable::start(&[("DELETE_GRACE_SECONDS", "0")]).await;
-    let guest = it.stack.running(it.process(), "user_1").await;
+    let guest = it.stack.start_machine(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     let forge = |epoch: u64| {
         let mut pointer = it.stack.pointer("user_1");
@@ -94,21 +94,21 @@ async fn fence_that_a_host_made_up_locks_no_slot() {
     };
     forge(7);
     // It gains nothing from it, and serves as before.
-    it.beat(&guest, 7, Value::Null).await;
+    it.send_heartbeat(&guest, 7, Value::Null).await;
     assert_eq!(it.record(&guest.machine).await["epoch"], 1);
     let deleted =
         it.stack.delete(it.process(), &format!("/vps/{}?acceptLoss=true", guest.machine)).await.body;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
     it.until_key_is_requested(&operation).await;
-    let answer =
+    let response =
         it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
-    // A different forgery does not ask again.
+    assert_eq!(response.status, 200, "{response:?}");
+    // A different forgery needs no further decision.
     forge(9);
     let gone = || async { it.power(&guest.machine).is_none().then_some(()) };
     it.stack.eventually("its server is gone", gone).await;
     // No machine of the slot can have had this epoch, so it is ignored.
     forge(100_000);
-    let made = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
-    assert_eq!(made.status, 202, "{made:?}");
+    let provisioned = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!(provisioned.status, 202, "{provisioned:?}");
 }

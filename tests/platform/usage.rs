@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use svc::http::tls::Identity;
 
 use super::internal_host::host;
-use super::stack::{Answer, Process, Stack, beat_of, registration};
+use super::stack::{ApiResponse, Process, Stack, heartbeat_of, registration};
 use crate::gateway::host::Machine;
 
 /// No database: usage is read from files.
@@ -15,11 +15,11 @@ const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 /// The token of a new operator with this scope.
 async fn operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
-    let answer = stack.post(process, "/operators", &json!({"name": name, "scopes": [scope]})).await;
-    answer.body["token"].as_str().unwrap().to_owned()
+    let response = stack.post(process, "/operators", &json!({"name": name, "scopes": [scope]})).await;
+    response.body["token"].as_str().unwrap().to_owned()
 }
 
-async fn read(stack: &Stack, process: &Process, token: &str, machine: &str, query: &str) -> Answer {
+async fn read(stack: &Stack, process: &Process, token: &str, machine: &str, query: &str) -> ApiResponse {
     let request = stack.request(process, Method::GET, &format!("/vps/{machine}/usage{query}"));
     stack.send(request.bearer_auth(token)).await
 }
@@ -31,13 +31,13 @@ async fn audited(stack: &Stack, process: &Process) -> Vec<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn billing_operator_reads_usage_from_the_host() {
+async fn billing_operator_reads_usage_from_host() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let ada = operator(&stack, &process, "ada", "billing").await;
-    let made = stack.provision(&process, "user_1").await;
-    let id = made["machineId"].as_str().unwrap().to_owned();
-    let guest = stack.guest(&process, &id).await;
+    let provisioned = stack.provision(&process, "user_1").await;
+    let id = provisioned["machineId"].as_str().unwrap().to_owned();
+    let guest = stack.wait_for_guest(&process, &id).await;
     let server = stack.provider.server_by_name(&format!("svc-{id}")).unwrap();
 
     let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
@@ -65,17 +65,17 @@ async fn billing_operator_reads_usage_from_the_host() {
     let unproven = read(&stack, &process, &ada, &id, "").await;
     unproven.assert_problem(502, "host_refused");
     assert!(unproven.body["detail"].as_str().unwrap().contains("its clock"), "{unproven:?}");
-    let beat = stack.beat(&process, &guest, &beat_of(&guest)).await;
+    let beat = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     gateway.machine.write("var/lib/svc/proof-keys.json", &beat.body["proofKeys"].to_string()).unwrap();
     let query = format!("?groupBy=user&startDate={today}&endDate={today}");
     let served = || async {
-        let answer = read(&stack, &process, &ada, &id, &query).await;
-        (answer.status == 200).then_some(answer)
+        let response = read(&stack, &process, &ada, &id, &query).await;
+        (response.status == 200).then_some(response)
     };
-    let answer = stack.eventually("the host has the keys", served).await;
-    assert_eq!(answer.headers["cache-control"], "no-store");
-    assert_eq!((&answer.body["totalCost"], &answer.body["totalDispatches"]), (&json!(0.75), &json!(2)));
-    let users: Vec<_> = answer.body["entries"].as_array().unwrap().iter().map(|it| &it["userId"]).collect();
+    let response = stack.eventually("the host has the keys", served).await;
+    assert_eq!(response.headers["cache-control"], "no-store");
+    assert_eq!((&response.body["totalCost"], &response.body["totalDispatches"]), (&json!(0.75), &json!(2)));
+    let users: Vec<_> = response.body["entries"].as_array().unwrap().iter().map(|it| &it["userId"]).collect();
     assert_eq!(users, [&json!("telegram:7"), &json!("user_1")]);
     let one = read(&stack, &process, &ada, &id, "?userId=telegram:7").await;
     assert_eq!(
@@ -96,7 +96,7 @@ async fn billing_operator_reads_usage_from_the_host() {
 #[tokio::test(flavor = "multi_thread")]
 async fn usage_without_the_billing_scope_is_forbidden() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let host = host(&stack, &process).await;
     for scope in ["read", "operate", "metrics", "admin"] {
         let token = operator(&stack, &process, &format!("only-{scope}"), scope).await;
@@ -109,7 +109,7 @@ async fn usage_without_the_billing_scope_is_forbidden() {
 #[tokio::test(flavor = "multi_thread")]
 async fn each_failure_of_the_host_is_named_and_audited() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let ada = operator(&stack, &process, "ada", "billing").await;
     let host = host(&stack, &process).await;
     let machine = &host.guest.machine;
@@ -118,15 +118,15 @@ async fn each_failure_of_the_host_is_named_and_audited() {
         (401, "", 502, "host_refused", "its clock"),
         (403, "", 502, "host_refused", "svcctl deploy start"),
         (404, "", 502, "host_refused", "svcctl deploy start"),
-        (500, "", 502, "host_refused", "answered 500"),
+        (500, "", 502, "host_refused", "returned 500"),
         (503, "", 503, "unavailable", "try again"),
         (200, "{}", 502, "host_answer_invalid", "not a valid usage report"),
         (200, &large, 502, "host_answer_invalid", "larger than 1048576 bytes"),
     ] {
         host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
-        let answer = read(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
-        answer.assert_problem(refused, code);
-        assert!(answer.body["detail"].as_str().unwrap().contains(detail), "{answer:?}");
+        let response = read(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
+        response.assert_problem(refused, code);
+        assert!(response.body["detail"].as_str().unwrap().contains(detail), "{response:?}");
         let row = &audited(&stack, &process).await[0];
         assert_eq!((&row["actor"], &row["target"]), (&json!("ada"), &json!(machine)));
         let after = json!({"startDate": "2026-11-01", "groupBy": "day", "outcome": code});
@@ -140,11 +140,11 @@ async fn each_failure_of_the_host_is_named_and_audited() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_out_of_service_has_no_usage() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let ada = operator(&stack, &process, "ada", "billing").await;
     let unknown = uuid::Uuid::now_v7().to_string();
     read(&stack, &process, &ada, &unknown, "").await.assert_problem(404, "machine_not_found");
-    let guest = stack.running(&process, "user_1").await;
+    let guest = stack.start_machine(&process, "user_1").await;
     read(&stack, &process, &ada, &guest.machine, "").await.assert_problem(502, "host_unreachable");
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "x"})).await;
     let failed = read(&stack, &process, &ada, &guest.machine, "").await;
@@ -152,8 +152,8 @@ async fn machine_out_of_service_has_no_usage() {
     assert_eq!(failed.body["machineStatus"], "failed");
     stack.delete(&process, &format!("/vps/{}?now=true&acceptLoss=true", guest.machine)).await;
     let gone = || async {
-        let answer = read(&stack, &process, &ada, &guest.machine, "").await;
-        (answer.status == 404).then_some(answer)
+        let response = read(&stack, &process, &ada, &guest.machine, "").await;
+        (response.status == 404).then_some(response)
     };
     let gone = stack.eventually("it is deleted", gone).await;
     gone.assert_problem(404, "machine_not_found");

@@ -201,7 +201,7 @@ impl Stage {
             if self.scene.crashes > 0 {
                 open.push(Event::Crash { waiting, fate: Fate::Lost });
                 if turn.call == Call::Put {
-                    open.push(Event::Crash { waiting, fate: Fate::Unanswered });
+                    open.push(Event::Crash { waiting, fate: Fate::NoResponse });
                 }
             }
         }
@@ -222,7 +222,7 @@ impl Stage {
         match next {
             Event::Call { waiting, fate } => {
                 self.scene.faults -= u32::from(fate != Fate::Done);
-                // The waiting actor may have ended meanwhile.
+                // The waiting actor may have ended in the meantime.
                 let _ = self.waiting.remove(waiting).go.send(fate);
             }
             Event::Crash { waiting, fate } => {
@@ -260,18 +260,18 @@ fn hold(scene: &Scene, seeds: std::ops::Range<u64>) -> Figures {
 }
 
 #[test]
-fn pointer_holds_under_random_orders_and_faults() {
+fn pointer_invariants_hold_under_random_orders_and_faults() {
     hold(&Scene::full(), 0..2000);
 }
 
 #[test]
-fn pointer_holds_when_if_match_never_refuses() {
+fn pointer_invariants_hold_when_if_match_never_fails() {
     hold(&Scene { conditions: Conditions::CreateOnly, ..Scene::full() }, 0..2000);
 }
 
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
-fn pointer_holds_under_many_more_orders_and_faults() -> anyhow::Result<()> {
+fn pointer_invariants_hold_under_many_more_orders() -> anyhow::Result<()> {
     hold(&Scene::full(), 3000..50_000).record()?;
     hold(&Scene { conditions: Conditions::CreateOnly, ..Scene::full() }, 3000..50_000).record()
 }
@@ -297,7 +297,7 @@ fn replacement(conditions: Conditions) -> Scene {
 }
 
 #[test]
-fn pointer_holds_in_random_orders_of_a_replacement() {
+fn pointer_invariants_hold_in_random_replacement_orders() {
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
         hold_without_faults(&replacement(conditions), 0..1000);
     }
@@ -305,7 +305,7 @@ fn pointer_holds_in_random_orders_of_a_replacement() {
 
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
-fn pointer_holds_in_every_order_of_a_replacement() {
+fn pointer_invariants_hold_in_every_replacement_order() {
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
         assert!(hold_in_every_order(&replacement(conditions)) > 500);
     }
@@ -321,7 +321,7 @@ fn hold_without_faults(scene: &Scene, seeds: std::ops::Range<u64>) {
 
 /// A platform's fence, then the host's first backup, with one fault and one crash at any position.
 #[test]
-fn pointer_holds_with_one_fault_and_one_crash() {
+fn pointer_invariants_hold_with_one_fault_and_one_crash() {
     let roles =
         vec![Role::Platform { epoch: 1 }, Role::Host { epoch: 1, backups: 1 }, Role::Platform { epoch: 2 }];
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {

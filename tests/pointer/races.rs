@@ -83,24 +83,24 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pointer_holds_on_moto() -> Result<()> {
+async fn pointer_invariants_hold_on_moto() -> Result<()> {
     on_moto(40).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a long campaign: cargo xtask test --long"]
-async fn pointer_holds_on_moto_in_thousands_of_races() -> Result<()> {
+async fn pointer_invariants_hold_on_moto_in_thousands_of_races() -> Result<()> {
     on_moto(2000).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pointer_holds_on_seaweedfs() -> Result<()> {
+async fn pointer_invariants_hold_on_seaweedfs() -> Result<()> {
     on_seaweedfs(100).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a long campaign: cargo xtask test --long"]
-async fn pointer_holds_on_seaweedfs_in_thousands_of_races() -> Result<()> {
+async fn pointer_invariants_hold_on_seaweedfs_in_thousands_of_races() -> Result<()> {
     on_seaweedfs(2000).await
 }
 

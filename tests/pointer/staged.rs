@@ -40,7 +40,7 @@ pub enum Fate {
     /// The request is lost; the caller gets an error.
     Lost,
     /// The write happens; the response is lost.
-    Unanswered,
+    NoResponse,
     /// The write happens; the client's own retry of it is refused.
     RefusedBySelf,
     /// The caller gets an error; the write happens later.
@@ -52,7 +52,7 @@ pub enum Fate {
 impl Fate {
     pub const OF_GET: [Self; 2] = [Self::Lost, Self::Stale];
     pub const OF_LIST: [Self; 1] = [Self::Lost];
-    pub const OF_PUT: [Self; 4] = [Self::Lost, Self::Unanswered, Self::RefusedBySelf, Self::Late];
+    pub const OF_PUT: [Self; 4] = [Self::Lost, Self::NoResponse, Self::RefusedBySelf, Self::Late];
 }
 
 /// The write conditions that the server enforces.
@@ -170,7 +170,7 @@ impl ObjectStore for Staged {
         match self.turn(Call::Put).await {
             Fate::Done | Fate::Stale => self.server.apply(at, payload, options).await,
             Fate::Lost => Err(lost()),
-            Fate::Unanswered => {
+            Fate::NoResponse => {
                 let _ = self.server.apply(at, payload, options).await;
                 Err(lost())
             }

@@ -123,7 +123,7 @@ async fn unreachable_provider_is_transient_even_for_create() {
 }
 
 #[tokio::test]
-async fn the_log_gets_the_providers_words_the_caller_and_the_token_do_not() {
+async fn provider_message_is_logged_but_not_returned() {
     let simulator = simulator().await;
     let provider = adapter_with(&simulator, "a-token-that-is-wrong", FAST);
     let error = provider.find("svc-1").await.unwrap_err();

@@ -33,7 +33,7 @@ pub fn parts() -> Vec<Part> {
     tables.into_iter().map(|(id, sections)| Part::new(format!("variables {id}"), render(&sections))).collect()
 }
 
-/// What all variables have in common is said once, above the table.
+/// The properties that all variables share are printed once, above the table.
 fn render(sections: &[&'static Section]) -> String {
     let first = sections[0];
     let rows = sections.iter().flat_map(|section| Row::of_section(section)).collect::<Vec<_>>();
@@ -126,7 +126,7 @@ const NOT_FROM_OTHERS: [&Variable; 24] = [
 /// Every setting of a host is in exactly one of two lists: those that root accepts from files of other users, and those
 /// that it does not.
 #[test]
-fn every_host_setting_is_judged_for_root() {
+fn every_host_setting_is_classified_for_root() {
     let accepted = ALLOWED_FROM_OTHERS.iter().map(|(variable, _)| *variable);
     let listed: Vec<_> = accepted.chain(NOT_FROM_OTHERS).map(|variable| variable.name).collect();
     let of_hosts = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);

@@ -30,7 +30,7 @@ async fn valid_token_is_accepted_in_header_or_cookie() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_bad_token_is_refused() -> Result<()> {
+async fn every_invalid_token_is_refused() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let before = machine.arrivals().len();
     let good = MintOptions::default;
@@ -75,16 +75,16 @@ async fn every_bad_token_is_refused() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_bad_bearer_does_not_fall_through_to_a_good_cookie() -> Result<()> {
+async fn invalid_bearer_does_not_fall_back_to_valid_cookie() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
-    let answer = read(world.get(APP, "/").header("cookie", cookie).bearer_auth("a.b.c")).await;
-    assert_eq!(answer.status, StatusCode::UNAUTHORIZED);
+    let response = read(world.get(APP, "/").header("cookie", cookie).bearer_auth("a.b.c")).await;
+    assert_eq!(response.status, StatusCode::UNAUTHORIZED);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn new_keys_are_fetched_and_old_ones_kept_while_the_issuer_is_down() -> Result<()> {
+async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
     let world = World::start().await?;
     let absent = StatusCode::SERVICE_UNAVAILABLE;
     let (first, again) = (world.token("user_1"), world.token("user_1"));
@@ -122,20 +122,20 @@ async fn new_keys_are_fetched_and_old_ones_kept_while_the_issuer_is_down() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_any_keys_nobody_is_refused_for_good() -> Result<()> {
+async fn missing_keys_refuse_requests_only_temporarily() -> Result<()> {
     let world = World::start().await?;
     world.idp.set_jwks_status(503);
     world.idp.rotate(OldKeys::Withdrawn)?;
     let token = world.token("user_1");
-    let answer = read(world.get(APP, "/").bearer_auth(&token)).await;
+    let response = read(world.get(APP, "/").bearer_auth(&token)).await;
     assert_eq!(
-        (answer.status, answer.json()["code"].as_str()),
+        (response.status, response.json()["code"].as_str()),
         (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"))
     );
     world.idp.set_jwks_status(200);
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     while read(world.get(APP, "/").bearer_auth(&token)).await.json()["machineStatus"].is_null() {
-        assert!(began.elapsed().as_secs() < 10);
+        assert!(started.elapsed().as_secs() < 10);
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
     Ok(())
@@ -158,15 +158,15 @@ async fn anonymous_request_is_redirected_or_gets_401() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_sites_requests_are_refused() -> Result<()> {
+async fn cross_site_requests_are_refused() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
     let before = machine.arrivals().len();
     for origin in ["https://evil.test", "null", "https://code.test", "https://app.test.evil.test"] {
         let unsafe_one = world.post(APP, "/").header("cookie", &cookie).header("origin", origin);
-        let answer = read(unsafe_one).await;
+        let response = read(unsafe_one).await;
         assert_eq!(
-            (answer.status, answer.json()["code"].as_str()),
+            (response.status, response.json()["code"].as_str()),
             (StatusCode::FORBIDDEN, Some("forbidden"))
         );
         let socket = world.get(APP, "/ws").header("cookie", &cookie).header("origin", origin);
@@ -182,23 +182,24 @@ async fn another_sites_requests_are_refused() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pages_of_the_router_are_closed_and_https_stays_https() -> Result<()> {
+async fn router_pages_have_strict_policy_and_hsts() -> Result<()> {
     for (scheme, hsts) in [("https", Some("max-age=31536000")), ("http", None)] {
         let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", scheme)], None).await?;
         let cookie = format!("__session={}", world.token("user_1"));
-        let answer = read(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
-        assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
-        let header = |name: &str| answer.headers.get(name).and_then(|value| value.to_str().ok());
+        let response =
+            read(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
+        assert_eq!(response.status, StatusCode::SERVICE_UNAVAILABLE);
+        let header = |name: &str| response.headers.get(name).and_then(|value| value.to_str().ok());
         assert_eq!(header("strict-transport-security"), hsts, "{scheme}");
         assert_eq!(header("x-content-type-options"), Some("nosniff"));
         assert_eq!(header("cross-origin-opener-policy"), Some("same-origin"));
         assert!(header("permissions-policy").is_some_and(|policy| policy.contains("camera=()")));
         // A page of the same host over plain HTTP is another origin if this router uses HTTPS.
         let origin = format!("http://{APP}");
-        let answer = read(world.post(APP, "/x").header("cookie", &cookie).header("origin", &origin)).await;
+        let response = read(world.post(APP, "/x").header("cookie", &cookie).header("origin", &origin)).await;
         let expected =
             if scheme == "https" { StatusCode::FORBIDDEN } else { StatusCode::SERVICE_UNAVAILABLE };
-        assert_eq!(answer.status, expected, "{scheme}");
+        assert_eq!(response.status, expected, "{scheme}");
     }
     Ok(())
 }

@@ -7,19 +7,19 @@ use svc::http::proof::Route;
 use svc::machine::id::MachineId;
 
 use super::machine::TestMachine;
-use super::world::{APP, Answer, CODE, World, read};
+use super::world::{APP, CODE, RouterResponse, World, read};
 
 /// A program of the owner requests an app token.
 async fn app_token(world: &World, user: &str, app: &str) -> String {
     let token_request =
         world.post(APP, "/_svc/app-token").bearer_auth(world.token(user)).json(&json!({ "app": app }));
-    let answer = read(token_request).await;
-    assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
-    answer.json()["token"].as_str().expect("a token").to_owned()
+    let response = read(token_request).await;
+    assert_eq!(response.status, StatusCode::OK, "{response:?}");
+    response.json()["token"].as_str().expect("a token").to_owned()
 }
 
 /// The frame's settings, as its script parses them.
-fn settings(frame: &Answer) -> Value {
+fn settings(frame: &RouterResponse) -> Value {
     let begin = frame.body.find("application/json\">").expect("settings") + "application/json\">".len();
     let end = begin + frame.body[begin..].find("</script>").expect("an end");
     serde_json::from_str(&frame.body[begin..end]).expect("JSON")
@@ -30,7 +30,7 @@ fn forged(world: &World, claims: &Value) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_page_is_framed_and_the_frame_shows_the_app_by_a_token() -> Result<()> {
+async fn app_page_is_framed_and_loaded_by_token() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let before = machine.arrivals().len();
     let page = world.get(APP, "/apps/notes/a/b?x=1").header("accept", "text/html");
@@ -55,8 +55,8 @@ async fn a_page_is_framed_and_the_frame_shows_the_app_by_a_token() -> Result<()>
     assert_eq!((&settings["app"], &settings["path"]), (&json!("notes"), &json!("a/b?x=1")));
 
     let inner = format!("/apps/notes/~{}/a/b?x=1", settings["token"].as_str().unwrap());
-    let answer = read(world.get(APP, &inner).header("accept", "text/html")).await;
-    assert_eq!((answer.status, &*answer.body), (StatusCode::OK, "GET /apps/notes/a/b"));
+    let response = read(world.get(APP, &inner).header("accept", "text/html")).await;
+    assert_eq!((response.status, &*response.body), (StatusCode::OK, "GET /apps/notes/a/b"));
     let arrival = machine.last();
     assert_eq!(arrival.uri, "/apps/notes/a/b?x=1", "the token is not forwarded");
     let claims = world.proven(&machine, &arrival.headers);
@@ -67,7 +67,7 @@ async fn a_page_is_framed_and_the_frame_shows_the_app_by_a_token() -> Result<()>
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_page_of_an_opaque_origin_may_use_its_token_and_read_the_answers() -> Result<()> {
+async fn opaque_origin_page_can_use_its_token() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let token = app_token(&world, "user_1", "notes").await;
     let preflight = world
@@ -82,9 +82,9 @@ async fn a_page_of_an_opaque_origin_may_use_its_token_and_read_the_answers() -> 
     assert!(leave.headers.get("access-control-allow-credentials").is_none());
 
     let query = world.post(APP, "/api/bridge/query").header("origin", "null").bearer_auth(&token).body("{}");
-    let answer = read(query).await;
-    assert_eq!((answer.status, &*answer.body), (StatusCode::OK, "POST /api/bridge/query"));
-    assert_eq!(answer.headers["access-control-allow-origin"], "null");
+    let response = read(query).await;
+    assert_eq!((response.status, &*response.body), (StatusCode::OK, "POST /api/bridge/query"));
+    assert_eq!(response.headers["access-control-allow-origin"], "null");
     let arrival = machine.last();
     assert!(arrival.headers.get("authorization").is_none());
     assert_eq!(world.proven(&machine, &arrival.headers).app.as_deref(), Some("notes"));
@@ -110,7 +110,7 @@ async fn a_page_of_an_opaque_origin_may_use_its_token_and_read_the_answers() -> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_token_opens_its_app_on_its_machine_and_nothing_else() -> Result<()> {
+async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let token = app_token(&world, "user_1", "notes").await;
     let before = machine.arrivals().len();
@@ -137,8 +137,8 @@ async fn a_token_opens_its_app_on_its_machine_and_nothing_else() -> Result<()> {
         claims(&|c| c["app"] = json!("../x")),
     ];
     for claims in &bad {
-        let answer = read(world.get(APP, "/apps/notes/x").bearer_auth(forged(&world, claims))).await;
-        assert_eq!(answer.status, StatusCode::UNAUTHORIZED, "{claims}");
+        let response = read(world.get(APP, "/apps/notes/x").bearer_auth(forged(&world, claims))).await;
+        assert_eq!(response.status, StatusCode::UNAUTHORIZED, "{claims}");
     }
     let as_proof = world.get(APP, "/").header("x-svc-proof", token.trim_start_matches("svca_"));
     assert_eq!(read(as_proof).await.status, StatusCode::UNAUTHORIZED);
@@ -180,15 +180,15 @@ async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()> {
+async fn tokens_require_signed_in_owner_and_running_machine() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let token_request = |body: Value| world.post(APP, "/_svc/app-token").json(&body);
     assert_eq!(read(token_request(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
     let owner = world.token("user_1");
     for bad in [json!({}), json!({"app": "No"}), json!({"app": "notes", "x": 1}), json!([])] {
-        let answer = read(token_request(bad.clone()).bearer_auth(&owner)).await;
+        let response = read(token_request(bad.clone()).bearer_auth(&owner)).await;
         assert_eq!(
-            (answer.status, answer.json()["code"].as_str()),
+            (response.status, response.json()["code"].as_str()),
             (StatusCode::BAD_REQUEST, Some("invalid_request")),
             "{bad}"
         );
@@ -223,7 +223,7 @@ async fn forged_app_tokens_are_limited_by_address() -> Result<()> {
     }
     assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED, "{:?}", refused[0]);
     let limited =
-        refused.iter().find(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).expect("a 429");
+        refused.iter().find(|response| response.status == StatusCode::TOO_MANY_REQUESTS).expect("a 429");
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
     let good = read(world.get(APP, "/apps/notes/x").bearer_auth(token)).await;
     assert_eq!(good.status, StatusCode::OK, "a valid token is not limited by forged ones: {good:?}");

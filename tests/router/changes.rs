@@ -14,11 +14,13 @@ async fn only_a_running_machine_is_routed_and_its_state_is_shown() -> Result<()>
     for status in ["provisioning", "recovering", "resizing", "failed"] {
         world.set_status(&machine, status).await?;
         world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
-        let answer = world.fetch("user_1", "/").await;
-        let body = answer.json();
+        let response = world.fetch("user_1", "/").await;
+        let body = response.json();
         assert_eq!((&body["code"], &body["machineStatus"]), (&"unavailable".into(), &status.into()));
-        assert_eq!(answer.headers["content-type"], "application/problem+json");
-        assert!(answer.headers.contains_key("retry-after") && answer.headers["cache-control"] == "no-store");
+        assert_eq!(response.headers["content-type"], "application/problem+json");
+        assert!(
+            response.headers.contains_key("retry-after") && response.headers["cache-control"] == "no-store"
+        );
         let page = world.get(APP, "/").bearer_auth(world.token("user_1")).header("accept", "text/html");
         let page = read(page).await;
         assert_eq!(page.status, StatusCode::SERVICE_UNAVAILABLE);
@@ -34,7 +36,7 @@ async fn only_a_running_machine_is_routed_and_its_state_is_shown() -> Result<()>
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn polling_without_notifications_suffices() -> Result<()> {
+async fn changes_are_found_by_polling_without_notifications() -> Result<()> {
     let world = World::start().await?;
     let machine = TestMachine::start().await?;
     // Without triggers there is no notification, as after a lost NOTIFY.
@@ -77,10 +79,10 @@ async fn moved_machine_is_followed_with_its_pin() -> Result<()> {
         old.id
     );
     world.sql.batch_execute(&sql).await?;
-    let began = Instant::now();
+    let started = Instant::now();
     while new.arrivals().is_empty() {
         world.fetch("user_1", "/").await;
-        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let left = old.arrivals().len();
@@ -99,10 +101,10 @@ async fn primary_slot_serves_else_the_oldest_machine() -> Result<()> {
     world.until_status("user_1", StatusCode::OK).await;
     assert!(!oldest.arrivals().is_empty() && young.arrivals().is_empty());
     world.add(&primary, "user_1", "primary", "running").await?;
-    let began = Instant::now();
+    let started = Instant::now();
     while primary.arrivals().is_empty() {
         world.fetch("user_1", "/").await;
-        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(world.proven(&primary, &primary.last().headers).slot.as_str(), "primary");
@@ -113,26 +115,26 @@ async fn primary_slot_serves_else_the_oldest_machine() -> Result<()> {
 async fn legacy_fallback_redirects_only_when_configured() -> Result<()> {
     let world = World::start_with(&[("LEGACY_FALLBACK_URL", "https://old.test/base/")], None).await?;
     world.until_status("user_1", StatusCode::TEMPORARY_REDIRECT).await;
-    let answer = world.fetch("user_1", "/a?b=c").await;
-    assert_eq!(answer.location(), "https://old.test/base/a?b=c");
+    let response = world.fetch("user_1", "/a?b=c").await;
+    assert_eq!(response.location(), "https://old.test/base/a?b=c");
 
     let unconfigured = World::start().await?;
-    let began = Instant::now();
-    let answer = loop {
-        let answer = unconfigured.fetch("user_1", "/a?b=c").await;
-        if answer.json()["machineStatus"] == "none" {
-            break answer;
+    let started = Instant::now();
+    let response = loop {
+        let response = unconfigured.fetch("user_1", "/a?b=c").await;
+        if response.json()["machineStatus"] == "none" {
+            break response;
         }
-        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT, "{answer:?}");
+        assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT, "{response:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
-    assert_eq!((answer.status, answer.location()), (StatusCode::SERVICE_UNAVAILABLE, ""));
+    assert_eq!((response.status, response.location()), (StatusCode::SERVICE_UNAVAILABLE, ""));
     Ok(())
 }
 
 /// Longer than outages were survived before: 15 s.
 #[tokio::test(flavor = "multi_thread")]
-async fn stale_routes_serve_known_users_without_the_database() -> Result<()> {
+async fn stale_routes_are_served_during_database_outage() -> Result<()> {
     let database = kit::pg::shared_server().await?;
     let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
     let world = World::start_with(&[], Some(line.addr())).await?;
@@ -147,29 +149,29 @@ async fn stale_routes_serve_known_users_without_the_database() -> Result<()> {
     // Opened by another process, so this one would have to look it up in the database.
     let unknown = world.another_process().await?.session(APP, "user_1").await;
     line.refuse();
-    let began = Instant::now();
-    while began.elapsed() < Duration::from_secs(18) {
-        let answer = by_session().await;
-        assert_eq!(answer.status, StatusCode::OK, "after {:?}: {answer:?}", began.elapsed());
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_secs(18) {
+        let response = by_session().await;
+        assert_eq!(response.status, StatusCode::OK, "after {:?}: {response:?}", started.elapsed());
         assert_eq!(world.fetch("user_1", "/").await.status, StatusCode::OK);
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     // A failed session lookup does not lock out a user of the provider, and its deadline is not repeated for each
     // request.
     let both = format!("{unknown}; __session={}", world.token("user_1"));
-    let began = Instant::now();
+    let started = Instant::now();
     assert_eq!(read(world.get(APP, "/").header("cookie", both)).await.status, StatusCode::OK);
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
-    let answer = read(world.get(APP, "/").header("cookie", unknown)).await;
+    assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
+    let response = read(world.get(APP, "/").header("cookie", unknown)).await;
     assert_eq!(
-        (answer.status, &answer.json()["code"]),
+        (response.status, &response.json()["code"]),
         (StatusCode::SERVICE_UNAVAILABLE, &"database_unavailable".into())
     );
     line.heal();
     world.set_status(&machine, "failed").await?;
-    let began = Instant::now();
+    let started = Instant::now();
     while world.fetch("user_1", "/").await.status == StatusCode::OK {
-        assert!(began.elapsed() < Duration::from_secs(5), "a change during the outage is not applied");
+        assert!(started.elapsed() < Duration::from_secs(5), "a change during the outage is not applied");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     Ok(())
@@ -184,23 +186,23 @@ async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
     world.add(&machine, "user_1", "primary", "running").await?;
     world.until_status("user_1", StatusCode::OK).await;
     line.refuse();
-    let began = Instant::now();
+    let started = Instant::now();
     while world.fetch("user_1", "/").await.status == StatusCode::OK {
-        assert!(began.elapsed() < Duration::from_secs(10), "stale routes are served for too long");
+        assert!(started.elapsed() < Duration::from_secs(10), "stale routes are served for too long");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    assert!(began.elapsed() > Duration::from_secs(2), "stale routes refused after {:?}", began.elapsed());
-    let answer = world.fetch("user_1", "/").await;
+    assert!(started.elapsed() > Duration::from_secs(2), "stale routes refused after {:?}", started.elapsed());
+    let response = world.fetch("user_1", "/").await;
     assert_eq!(
-        (answer.status, answer.json()["machineStatus"].as_str()),
+        (response.status, response.json()["machineStatus"].as_str()),
         (StatusCode::SERVICE_UNAVAILABLE, Some("unknown"))
     );
     // Changes during the outage apply once the database is back.
     world.set_status(&machine, "failed").await?;
     line.heal();
-    let began = Instant::now();
+    let started = Instant::now();
     while world.fetch("user_1", "/").await.json()["machineStatus"] != "failed" {
-        assert!(began.elapsed() < Duration::from_secs(5));
+        assert!(started.elapsed() < Duration::from_secs(5));
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     Ok(())

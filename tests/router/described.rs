@@ -123,7 +123,7 @@ fn named(id: &str) -> &'static Operation {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_code_that_a_route_names_is_seen() -> Result<()> {
+async fn every_documented_error_code_is_provoked() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for operation in operations() {
         assert_refuses_wrong_calls(&setup, operation).await;
@@ -141,11 +141,11 @@ async fn every_code_that_a_route_names_is_seen() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_right_call_of_every_route_is_answered_as_described() -> Result<()> {
+async fn valid_call_of_every_route_matches_its_description() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for id in ["listOwnSlots", "chooseSlot", "mintAppToken", "signOut"] {
-        let answer = setup.send(valid_call(&setup, named(id))).await;
-        assert!(answer.status < 300, "{id}: {answer:?}");
+        let response = setup.send(valid_call(&setup, named(id))).await;
+        assert!(response.status < 300, "{id}: {response:?}");
     }
     let setup = RouterSetup::start().await?;
     let settled = setup.send(valid_call(&setup, named("chooseAccount"))).await;
@@ -205,8 +205,8 @@ async fn without_keys() -> Result<()> {
     world.idp.down();
     for operation in operations().filter(|operation| host(operation) == APP) {
         let call = world.send(operation.method.clone(), APP, operation.path).bearer_auth(&token);
-        let answer = contract::platform().send(call).await?;
-        answer.assert_problem(503, "unavailable");
+        let response = contract::platform().send(call).await?;
+        response.assert_problem(503, "unavailable");
     }
     Ok(())
 }

@@ -9,9 +9,9 @@ use super::machine::TestMachine;
 use super::world::{APP, CODE, World, app_keys, read, signer};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_that_the_browser_claims_reaches_the_machine() -> Result<()> {
+async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let answer = read(
+    let response = read(
         world
             .get(APP, "/a/b?c=d")
             .bearer_auth(world.token("user_1"))
@@ -27,7 +27,7 @@ async fn nothing_that_the_browser_claims_reaches_the_machine() -> Result<()> {
             .header("x-kept", "yes"),
     )
     .await;
-    assert_eq!((answer.status, &*answer.body), (StatusCode::OK, "GET /a/b"));
+    assert_eq!((response.status, &*response.body), (StatusCode::OK, "GET /a/b"));
     let arrival = machine.last();
     assert_eq!(arrival.uri, "/a/b?c=d");
     let claims = world.proven(&machine, &arrival.headers);
@@ -52,12 +52,12 @@ async fn nothing_that_the_browser_claims_reaches_the_machine() -> Result<()> {
     );
     assert_eq!(arrival.headers["x-forwarded-for"], "127.0.0.1");
     assert_eq!(arrival.headers["x-forwarded-host"], APP);
-    assert_eq!(arrival.headers["x-request-id"], answer.headers["x-request-id"]);
+    assert_eq!(arrival.headers["x-request-id"], response.headers["x-request-id"]);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn connection_cannot_name_the_proof_away() -> Result<()> {
+async fn connection_header_cannot_remove_the_proof() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     for named in ["x-svc-proof", "close, X-Svc-Proof, x-forwarded-for", "upgrade, x-svc-proof"] {
         let token = world.token("user_1");
@@ -78,20 +78,23 @@ async fn code_host_uses_its_own_route() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     assert_eq!(read(world.get(CODE, "/").bearer_auth(world.token("user_1"))).await.status, StatusCode::OK);
     assert_eq!(world.proven(&machine, &machine.last().headers).route, Route::Code);
-    let answer = read(world.get("other.test", "/").bearer_auth(world.token("user_1"))).await;
-    assert_eq!((answer.status, answer.json()["code"].as_str()), (StatusCode::NOT_FOUND, Some("not_found")));
+    let response = read(world.get("other.test", "/").bearer_auth(world.token("user_1"))).await;
+    assert_eq!(
+        (response.status, response.json()["code"].as_str()),
+        (StatusCode::NOT_FOUND, Some("not_found"))
+    );
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machines_answer_passes_without_our_cookies_and_hop_headers() -> Result<()> {
+async fn reserved_cookies_and_hop_headers_are_stripped() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let answer = world.fetch("user_1", "/cookies").await;
-    let set: Vec<_> = answer.headers.get_all("set-cookie").iter().collect();
+    let response = world.fetch("user_1", "/cookies").await;
+    let set: Vec<_> = response.headers.get_all("set-cookie").iter().collect();
     assert_eq!(set, ["theme=dark; Path=/"]);
-    assert!(!answer.headers.contains_key("x-hop"));
-    let answer = world.fetch("user_1", "/missing").await;
-    assert_eq!((answer.status, &*answer.body), (StatusCode::NOT_FOUND, "the machine's own"));
+    assert!(!response.headers.contains_key("x-hop"));
+    let response = world.fetch("user_1", "/missing").await;
+    assert_eq!((response.status, &*response.body), (StatusCode::NOT_FOUND, "the machine's own"));
     Ok(())
 }
 
@@ -100,22 +103,22 @@ async fn internal_paths_are_never_forwarded() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let before = machine.arrivals().len();
     for path in ["/_svc/internal/backup", "/_svc/", "/_svc"] {
-        let answer = read(world.post(APP, path).bearer_auth(world.token("user_1"))).await;
-        assert_eq!(answer.status, StatusCode::NOT_FOUND, "{path}");
+        let response = read(world.post(APP, path).bearer_auth(world.token("user_1"))).await;
+        assert_eq!(response.status, StatusCode::NOT_FOUND, "{path}");
     }
     assert_eq!(machine.arrivals().len(), before);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_with_another_key_gets_nothing() -> Result<()> {
+async fn machine_with_unregistered_key_gets_no_request() -> Result<()> {
     let world = World::start().await?;
     let mut machine = TestMachine::start().await?;
     machine.pin.0[0] ^= 1;
     world.add(&machine, "user_1", "primary", "running").await?;
     world.until_status("user_1", StatusCode::BAD_GATEWAY).await;
-    let answer = world.fetch("user_1", "/").await;
-    assert_eq!(answer.json()["code"], "upstream_unavailable");
+    let response = world.fetch("user_1", "/").await;
+    assert_eq!(response.json()["code"], "upstream_unavailable");
     assert_eq!(machine.arrivals().len(), 0);
     Ok(())
 }
@@ -126,9 +129,9 @@ async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
     drop(machine);
     // It exits a moment later.
     world.until_status("user_1", StatusCode::BAD_GATEWAY).await;
-    let answer = world.fetch("user_1", "/").await;
-    assert_eq!(answer.status, StatusCode::BAD_GATEWAY);
-    assert_eq!(answer.headers["content-type"], "application/problem+json");
+    let response = world.fetch("user_1", "/").await;
+    assert_eq!(response.status, StatusCode::BAD_GATEWAY);
+    assert_eq!(response.headers["content-type"], "application/problem+json");
     let page = world.get(APP, "/").bearer_auth(world.token("user_1")).header("accept", "text/html");
     let page = read(page).await;
     assert_eq!(
@@ -143,7 +146,7 @@ async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_new_proof_key_is_used_when_the_machine_knows_it() -> Result<()> {
+async fn new_proof_key_signs_after_machine_acknowledges_it() -> Result<()> {
     let (mut world, machine) = World::with_machine("user_1").await?;
     let (old, new) = (signer("old"), signer("new"));
     world.keys.keys = vec![new.public()];
@@ -153,14 +156,14 @@ async fn a_new_proof_key_is_used_when_the_machine_knows_it() -> Result<()> {
         .signing
         .send_replace(SigningSet { current: old, next: Some(new), retired: Vec::new(), public, app }.into());
     world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{old,new}'").await?;
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     loop {
         world.fetch("user_1", "/").await;
         let proof = machine.last().headers["x-svc-proof"].clone();
         if world.keys.verify(proof.to_str()?, machine.id, jiff::Timestamp::now()).is_ok() {
             return Ok(());
         }
-        assert!(began.elapsed() < super::world::ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < super::world::ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
 }

@@ -41,7 +41,7 @@ impl TestMachine {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let (addr, stop) = (listener.local_addr()?, CancellationToken::new());
         let arrivals = Arc::<Mutex<Vec<Arrival>>>::default();
-        let app = axum::Router::new().fallback(answer).with_state(Arc::clone(&arrivals));
+        let app = axum::Router::new().fallback(respond).with_state(Arc::clone(&arrivals));
         let tls = Some(Arc::new(identity.server_config()?));
         let limits = Limits { drain: std::time::Duration::ZERO, ..Limits::default() };
         tokio::spawn(serve(listener, tls, app, limits, stop.clone()));
@@ -67,7 +67,7 @@ impl Drop for TestMachine {
     }
 }
 
-async fn answer(State(arrivals): State<Arc<Mutex<Vec<Arrival>>>>, mut request: Request) -> Response {
+async fn respond(State(arrivals): State<Arc<Mutex<Vec<Arrival>>>>, mut request: Request) -> Response {
     let (uri, headers) = (request.uri().to_string(), request.headers().clone());
     let path = request.uri().path().to_owned();
     arrivals.lock().unwrap().push(Arrival { uri, headers });
@@ -89,13 +89,13 @@ async fn answer(State(arrivals): State<Arc<Mutex<Vec<Arrival>>>>, mut request: R
             Response::new(Body::from_stream(first.chain(futures_util::stream::pending())))
         }
         "/cookies" => {
-            let mut answer = "cookies".into_response();
+            let mut response = "cookies".into_response();
             for line in ["theme=dark; Path=/", "svc_session=planted; Path=/", "svc_code_session=planted"] {
-                answer.headers_mut().append("set-cookie", line.parse().unwrap());
+                response.headers_mut().append("set-cookie", line.parse().unwrap());
             }
-            answer.headers_mut().insert("connection", "x-hop".parse().unwrap());
-            answer.headers_mut().insert("x-hop", "1".parse().unwrap());
-            answer
+            response.headers_mut().insert("connection", "x-hop".parse().unwrap());
+            response.headers_mut().insert("x-hop", "1".parse().unwrap());
+            response
         }
         "/missing" => (StatusCode::NOT_FOUND, "the machine's own").into_response(),
         _ => format!("{} {path}", request.method()).into_response(),

@@ -30,14 +30,14 @@ async fn poll_of_sessions_uses_the_index_at_100_000_rows() -> Result<()> {
     world.sql.batch_execute(&fill).await?;
     let (read_before, indexed_before) = scans(&world.sql, "sessions").await?;
     // A backend publishes its statistics at most once a second.
-    let began = Instant::now();
+    let started = Instant::now();
     loop {
         let (read, indexed) = scans(&world.sql, "sessions").await?;
         assert!(read - read_before < OLD_SESSIONS, "the poll reads the whole table");
         if indexed - indexed_before >= 4 {
             break;
         }
-        assert!(began.elapsed() < Duration::from_secs(20), "the poll uses no index");
+        assert!(started.elapsed() < Duration::from_secs(20), "the poll uses no index");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     Ok(())

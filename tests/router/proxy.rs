@@ -25,7 +25,7 @@ impl Dial for Plain {
 /// The upstream's behaviour for the nth request of a connection.
 #[derive(Clone, Copy)]
 enum Behavior {
-    Answer,
+    RouterResponse,
     /// Closes the connection after reading the request.
     Hang,
     /// Reads the request and never responds.
@@ -81,8 +81,8 @@ async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(
             }
         }
         requests.fetch_add(1, Ordering::SeqCst);
-        let answer: &[u8] = match play(index) {
-            Behavior::Answer | Behavior::Last => b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
+        let response: &[u8] = match play(index) {
+            Behavior::RouterResponse | Behavior::Last => b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
             Behavior::Torn => b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
             Behavior::Hang => return,
             Behavior::Silent => {
@@ -90,7 +90,8 @@ async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(
                 return;
             }
         };
-        if stream.write_all(answer).await.is_err() || matches!(play(index), Behavior::Last | Behavior::Torn) {
+        if stream.write_all(response).await.is_err() || matches!(play(index), Behavior::Last | Behavior::Torn)
+        {
             return;
         }
     }
@@ -101,15 +102,15 @@ fn request(method: Method) -> Request<Body> {
 }
 
 async fn exchange(proxy: &Proxy, method: Method) -> Result<StatusCode, ProxyError> {
-    let answer = proxy.forward(request(method)).await?;
-    let (status, body) = (answer.status(), answer.into_body());
+    let response = proxy.forward(request(method)).await?;
+    let (status, body) = (response.status(), response.into_body());
     assert_eq!(to_bytes(body, 100).await.unwrap(), "ok");
     Ok(status)
 }
 
 #[tokio::test]
 async fn connection_is_reused_for_many_requests() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Behavior::Answer).await?;
+    let upstream = Upstream::start(|_, _| Behavior::RouterResponse).await?;
     let proxy = upstream.proxy();
     for _ in 0..10 {
         assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
@@ -134,12 +135,9 @@ async fn closed_idle_connection_is_not_reused() -> Result<()> {
 
 #[tokio::test]
 async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
-    let upstream =
-        Upstream::start(
-            |connection, request| {
-                if (connection, request) == (0, 1) { Behavior::Hang } else { Behavior::Answer }
-            },
-        );
+    let upstream = Upstream::start(|connection, request| {
+        if (connection, request) == (0, 1) { Behavior::Hang } else { Behavior::RouterResponse }
+    });
     let upstream = upstream.await?;
     let proxy = upstream.proxy();
     exchange(&proxy, Method::GET).await?;
@@ -147,7 +145,8 @@ async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
     assert_eq!(upstream.counts(), (2, 3));
 
     let upstream =
-        Upstream::start(|_, request| if request == 1 { Behavior::Hang } else { Behavior::Answer }).await?;
+        Upstream::start(|_, request| if request == 1 { Behavior::Hang } else { Behavior::RouterResponse })
+            .await?;
     let proxy = upstream.proxy();
     exchange(&proxy, Method::GET).await?;
     // The request may have been processed, so it is not retried.
@@ -165,20 +164,21 @@ async fn broken_new_connection_is_not_retried() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_torn_body_is_an_error_and_its_connection_is_not_kept() -> Result<()> {
-    let upstream =
-        Upstream::start(|connection, _| if connection == 0 { Behavior::Torn } else { Behavior::Answer })
-            .await?;
+async fn truncated_body_fails_and_closes_its_connection() -> Result<()> {
+    let upstream = Upstream::start(
+        |connection, _| if connection == 0 { Behavior::Torn } else { Behavior::RouterResponse },
+    )
+    .await?;
     let proxy = upstream.proxy();
-    let answer = proxy.forward(request(Method::GET)).await?;
-    assert!(to_bytes(answer.into_body(), 100).await.is_err());
+    let response = proxy.forward(request(Method::GET)).await?;
+    assert!(to_bytes(response.into_body(), 100).await.is_err());
     assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
     assert_eq!(upstream.counts().0, 2);
     Ok(())
 }
 
 #[tokio::test]
-async fn deadlines_and_bounds_hold() -> Result<()> {
+async fn timeouts_and_limits_are_enforced() -> Result<()> {
     let upstream = Upstream::start(|_, _| Behavior::Silent).await?;
     let limits =
         ProxyLimits { response_head: Duration::from_millis(50), connections: 1, ..ProxyLimits::default() };
@@ -193,7 +193,7 @@ async fn deadlines_and_bounds_hold() -> Result<()> {
 
 #[tokio::test]
 async fn idle_connection_is_closed_after_its_timeout() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Behavior::Answer).await?;
+    let upstream = Upstream::start(|_, _| Behavior::RouterResponse).await?;
     let limits = ProxyLimits { idle: Duration::from_millis(40), ..ProxyLimits::default() };
     let proxy = upstream.proxy_with(limits);
     exchange(&proxy, Method::GET).await?;

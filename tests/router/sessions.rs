@@ -7,14 +7,14 @@ use http::StatusCode;
 use reqwest::RequestBuilder;
 
 use super::machine::TestMachine;
-use super::world::{APP, Answer, CODE, ROUTE_UPDATE_TIMEOUT, World, read};
+use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, RouterResponse, World, read};
 
-async fn with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> Answer {
+async fn with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> RouterResponse {
     read(world.get(host, path).header("cookie", cookie)).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_page_opens_a_session_that_outlives_the_token() -> Result<()> {
+async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
     let page = read(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
@@ -41,26 +41,29 @@ async fn a_page_opens_a_session_that_outlives_the_token() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_revocation_elsewhere_is_obeyed() -> Result<()> {
+async fn revocation_by_another_process_is_enforced() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let cookie = world.session(APP, "user_1").await;
     assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
     world.sql.batch_execute("UPDATE sessions SET revoked_at = now()").await?;
-    let began = Instant::now();
+    let started = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
-        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn signing_out_ends_all_of_the_users_sessions() -> Result<()> {
+async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let (one, two) = (world.session(APP, "user_1").await, world.session(CODE, "user_1").await);
     let other = world.session(APP, "user_2").await;
-    let answer = read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
-    assert_eq!((answer.status, answer.cookie("svc_session").as_deref()), (StatusCode::NO_CONTENT, Some("")));
+    let response = read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
+    assert_eq!(
+        (response.status, response.cookie("svc_session").as_deref()),
+        (StatusCode::NO_CONTENT, Some(""))
+    );
     assert_eq!(with_cookie(&world, APP, "/", &one).await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(with_cookie(&world, CODE, "/", &two).await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(
@@ -72,13 +75,13 @@ async fn signing_out_ends_all_of_the_users_sessions() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_expired_session_is_none() -> Result<()> {
+async fn expired_session_is_refused() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let cookie = world.session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now()").await?;
-    let began = Instant::now();
+    let started = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
-        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
@@ -96,7 +99,7 @@ fn choose(world: &World, cookie: &str, form: &'static str) -> RequestBuilder {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_planted_provider_cookie_changes_no_account() -> Result<()> {
+async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let (both, session) = disputed(&world).await;
     assert_eq!(with_cookie(&world, APP, "/", &both).await.status, StatusCode::OK);
@@ -124,7 +127,7 @@ async fn a_planted_provider_cookie_changes_no_account() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_person_switches_to_the_providers_account() -> Result<()> {
+async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let (both, old) = disputed(&world).await;
     let foreign = choose(&world, &both, "account=provider").header("origin", "https://evil.test");
@@ -168,7 +171,7 @@ async fn a_person_switches_to_the_providers_account() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cookies_over_https_are_bound_to_the_host() -> Result<()> {
+async fn https_cookies_have_the_host_prefix() -> Result<()> {
     let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
     let machine = TestMachine::start().await?;
     world.add(&machine, "user_1", "primary", "running").await?;
@@ -196,21 +199,21 @@ async fn lookups(world: &World) -> Result<i64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn invented_session_cookies_cost_no_query() -> Result<()> {
+async fn forged_session_cookies_cost_no_query() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let other = world.another_process().await?;
     for number in 0..200 {
         for invented in [format!("{number:A>43}"), format!("svcs_e30.e30.{number:A>86}")] {
-            let answer = with_cookie(&world, APP, "/", &format!("svc_session={invented}")).await;
-            assert_eq!(answer.status, StatusCode::UNAUTHORIZED);
+            let response = with_cookie(&world, APP, "/", &format!("svc_session={invented}")).await;
+            assert_eq!(response.status, StatusCode::UNAUTHORIZED);
         }
     }
     // A session of another process is looked up once; this lookup shows that the statistics have arrived.
-    let began = Instant::now();
+    let started = Instant::now();
     while lookups(&world).await? == 0 {
         let genuine = other.session(APP, "user_1").await;
         assert_eq!(with_cookie(&world, APP, "/", &genuine).await.status, StatusCode::OK);
-        assert!(began.elapsed() < Duration::from_secs(30), "no statistics");
+        assert!(started.elapsed() < Duration::from_secs(30), "no statistics");
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     assert!(lookups(&world).await? < 50);
@@ -218,17 +221,17 @@ async fn invented_session_cookies_cost_no_query() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_address_guesses_at_a_bounded_rate() -> Result<()> {
+async fn credential_guesses_of_an_address_are_rate_limited() -> Result<()> {
     let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let mut refused = Vec::new();
     for number in 0..300 {
         refused.push(read(world.get(APP, "/").bearer_auth(format!("a.b.{number}"))).await);
-        if refused.iter().filter(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).count() == 3 {
+        if refused.iter().filter(|response| response.status == StatusCode::TOO_MANY_REQUESTS).count() == 3 {
             break;
         }
     }
     let limited =
-        refused.iter().find(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).context("no 429")?;
+        refused.iter().find(|response| response.status == StatusCode::TOO_MANY_REQUESTS).context("no 429")?;
     assert_eq!(limited.json()["code"], "rate_limited");
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
     assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED);
@@ -244,7 +247,7 @@ async fn an_address_guesses_at_a_bounded_rate() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_users_requests_leave_room_for_others() -> Result<()> {
+async fn user_rate_limit_does_not_affect_others() -> Result<()> {
     let world = World::start_with(&[("ROUTER_USER_REQUESTS_PER_SECOND", "5")], None).await?;
     let machine = TestMachine::start().await?;
     world.add(&machine, "user_1", "primary", "running").await?;
@@ -259,7 +262,7 @@ async fn one_users_requests_leave_room_for_others() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_opens_sessions_at_a_bounded_rate() -> Result<()> {
+async fn opening_sessions_is_rate_limited_per_user() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
     let page = || world.get(APP, "/").header("accept", "text/html").header("cookie", cookie.clone());
@@ -272,13 +275,13 @@ async fn a_user_opens_sessions_at_a_bounded_rate() -> Result<()> {
 }
 
 /// The path and query of a redirect to one of the router's hosts.
-fn to_host<'a>(answer: &'a Answer, host: &str) -> &'a str {
+fn to_host<'a>(response: &'a RouterResponse, host: &str) -> &'a str {
     let prefix = format!("http://{host}");
-    answer.location().strip_prefix(&prefix).unwrap_or_else(|| panic!("not to {host}: {answer:?}"))
+    response.location().strip_prefix(&prefix).unwrap_or_else(|| panic!("not to {host}: {response:?}"))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_code_host_gets_its_session_by_a_code_that_works_once_and_there_alone() -> Result<()> {
+async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let app = world.session(APP, "user_1").await;
     let page = |host, path: &str, cookie: &str| {
@@ -304,7 +307,7 @@ async fn the_code_host_gets_its_session_by_a_code_that_works_once_and_there_alon
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_handover_leads_to_our_own_host_only_and_not_without_a_session() -> Result<()> {
+async fn handover_requires_session_and_own_host() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let path = "/_svc/code-session?state=s&return_to=";
     let nobody = read(world.get(APP, path).header("accept", "text/html")).await;
@@ -327,7 +330,7 @@ async fn browser_selects_one_of_the_user_slots() -> Result<()> {
     let studio = TestMachine::start().await?;
     world.add(&studio, "user_1", "studio", "running").await?;
     let cookie = world.session(APP, "user_1").await;
-    let began = Instant::now();
+    let started = Instant::now();
     loop {
         let slots = with_cookie(&world, APP, "/_svc/slots", &cookie).await.json();
         if slots["slots"].as_array().is_some_and(|slots| slots.len() == 2) {
@@ -341,7 +344,7 @@ async fn browser_selects_one_of_the_user_slots() -> Result<()> {
             );
             break;
         }
-        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let choose = |body: &str| {
@@ -357,9 +360,9 @@ async fn browser_selects_one_of_the_user_slots() -> Result<()> {
     assert_eq!(read(choose(r#"{"slot":"studio","x":1}"#)).await.status, StatusCode::BAD_REQUEST);
     // The chosen machine is down: the router reports it and does not switch to another.
     world.set_status(&studio, "recovering").await?;
-    let began = Instant::now();
+    let started = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status == StatusCode::OK {
-        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(primary.arrivals().len(), before);

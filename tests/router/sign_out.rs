@@ -46,13 +46,13 @@ impl OpenConnections {
     }
 
     async fn assert_closed_soon(&mut self, world: &World) -> Result<()> {
-        let began = Instant::now();
-        let left = || ROUTE_UPDATE_TIMEOUT.saturating_sub(began.elapsed());
-        let end = timeout(left(), self.socket.next()).await.context("the WebSocket is still open")?;
+        let started = Instant::now();
+        let remaining = || ROUTE_UPDATE_TIMEOUT.saturating_sub(started.elapsed());
+        let end = timeout(remaining(), self.socket.next()).await.context("the WebSocket is still open")?;
         ensure!(!matches!(end, Some(Ok(_))), "{end:?}");
         for stream in &mut self.streams {
             // It is aborted, so no client accepts it as complete.
-            ensure!(timeout(left(), stream.chunk()).await.context("a stream is still open")?.is_err());
+            ensure!(timeout(remaining(), stream.chunk()).await.context("a stream is still open")?.is_err());
         }
         let late = read(world.get(APP, "/").bearer_auth(&self.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED, "the app's token");
@@ -61,25 +61,25 @@ impl OpenConnections {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_session_has_opened_closes_with_it() -> Result<()> {
+async fn streams_close_when_their_session_ends() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let session = world.session(APP, "user_1").await;
     let mut opened = OpenConnections::by(&world, &session).await?;
-    let answer = read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
-    assert_eq!(answer.status, StatusCode::NO_CONTENT);
+    let response = read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    assert_eq!(response.status, StatusCode::NO_CONTENT);
     opened.assert_closed_soon(&world).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sign_out_in_another_process_closes_it_too_and_a_later_session_is_none_of_it() -> Result<()> {
+async fn sign_out_in_another_process_closes_only_older_streams() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     // Another process of the platform, with the same database.
     let other = world.another_process().await?;
     for _ in 0..3 {
         let session = world.session(APP, "user_1").await;
         let mut opened = OpenConnections::by(&world, &session).await?;
-        let answer = read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
-        assert_eq!(answer.status, StatusCode::NO_CONTENT);
+        let response = read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+        assert_eq!(response.status, StatusCode::NO_CONTENT);
         opened.assert_closed_soon(&world).await?;
         let late = read(other.get(APP, "/").bearer_auth(&opened.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED);
@@ -95,7 +95,7 @@ async fn a_sign_out_in_another_process_closes_it_too_and_a_later_session_is_none
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_elses_streams_end() -> Result<()> {
+async fn sign_out_keeps_streams_of_other_users() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let another = TestMachine::start().await?;
     world.add(&another, "user_2", "primary", "running").await?;
@@ -112,7 +112,7 @@ async fn nobody_elses_streams_end() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_ends_when_its_session_expires() -> Result<()> {
+async fn stream_ends_when_its_session_expires() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let session = world.session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
@@ -125,7 +125,7 @@ async fn a_stream_ends_when_its_session_expires() -> Result<()> {
 
 /// A code is valid for a minute, and would open a session of twelve hours.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_code_from_before_a_sign_out_opens_nothing() -> Result<()> {
+async fn code_issued_before_sign_out_is_refused() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let session = world.session(APP, "user_1").await;
     let handed = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &session);

@@ -23,8 +23,8 @@ async fn websocket(world: &World, user: &str) -> Result<WebSocketStream<TcpStrea
     let mut request = format!("ws://{APP}/ws").into_client_request()?;
     request.headers_mut().insert("authorization", format!("Bearer {}", world.token(user)).parse()?);
     request.headers_mut().insert("origin", format!("http://{APP}").parse()?);
-    let (socket, answer) = client_async(request, stream).await?;
-    assert_eq!(answer.status(), StatusCode::SWITCHING_PROTOCOLS);
+    let (socket, response) = client_async(request, stream).await?;
+    assert_eq!(response.status(), StatusCode::SWITCHING_PROTOCOLS);
     Ok(socket)
 }
 
@@ -45,7 +45,7 @@ async fn websocket_forwards_messages_both_ways() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_that_leaves_running_loses_its_websockets_and_streams() -> Result<()> {
+async fn stopped_machine_loses_websockets_and_streams() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let mut socket = websocket(&world, "user_1").await?;
     socket.send(Message::text("hello")).await?;
@@ -53,10 +53,10 @@ async fn a_machine_that_leaves_running_loses_its_websockets_and_streams() -> Res
     let mut endless = world.get(APP, "/endless").bearer_auth(world.token("user_1")).send().await?;
     assert_eq!(endless.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
     world.set_status(&machine, "failed").await?;
-    let began = Instant::now();
+    let started = Instant::now();
     let end = timeout(ROUTE_UPDATE_TIMEOUT, socket.next()).await?;
     assert!(!matches!(end, Some(Ok(_))), "{end:?}");
-    let end = timeout(ROUTE_UPDATE_TIMEOUT.saturating_sub(began.elapsed()), endless.chunk()).await?;
+    let end = timeout(ROUTE_UPDATE_TIMEOUT.saturating_sub(started.elapsed()), endless.chunk()).await?;
     assert!(end.is_err(), "{end:?}");
     Ok(())
 }
@@ -77,7 +77,7 @@ async fn unrelated_change_keeps_websockets_open() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ten_mebibytes_go_up_and_come_down_whole() -> Result<()> {
+async fn ten_mebibyte_bodies_pass_unchanged() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let up = world.post(APP, "/count").bearer_auth(world.token("user_1")).body(vec![1; CHUNK * CHUNKS]);
     assert_eq!(read(up).await.body, (CHUNK * CHUNKS).to_string());
@@ -98,12 +98,12 @@ async fn bodies_are_streamed_in_both_directions() -> Result<()> {
     let request = world.post(APP, "/echo").bearer_auth(world.token("user_1"));
     let piece = |index: usize| Bytes::from(vec![index as u8; CHUNK]);
     sender.send(Ok(piece(0))).await?;
-    let mut answer = request.body(reqwest::Body::wrap_stream(pieces)).send().await?;
-    assert_eq!(answer.status(), StatusCode::OK);
+    let mut response = request.body(reqwest::Body::wrap_stream(pieces)).send().await?;
+    assert_eq!(response.status(), StatusCode::OK);
     for index in 0..CHUNKS {
         let mut back = Vec::new();
         while back.len() < CHUNK {
-            let part = timeout(Duration::from_secs(10), answer.chunk()).await??;
+            let part = timeout(Duration::from_secs(10), response.chunk()).await??;
             back.extend_from_slice(&part.context("the body continues")?);
         }
         assert_eq!(back, piece(index), "piece {index}");
@@ -112,6 +112,6 @@ async fn bodies_are_streamed_in_both_directions() -> Result<()> {
         }
     }
     drop(sender);
-    assert_eq!(timeout(Duration::from_secs(10), answer.chunk()).await??, None);
+    assert_eq!(timeout(Duration::from_secs(10), response.chunk()).await??, None);
     Ok(())
 }

@@ -48,13 +48,13 @@ pub struct World {
 
 /// A complete response.
 #[derive(Debug)]
-pub struct Answer {
+pub struct RouterResponse {
     pub status: StatusCode,
     pub headers: HeaderMap,
     pub body: String,
 }
 
-impl Answer {
+impl RouterResponse {
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error} in {self:?}"))
     }
@@ -178,16 +178,16 @@ impl World {
     }
 
     /// A `GET` by a program with this user's token.
-    pub async fn fetch(&self, user: &str, path: &str) -> Answer {
+    pub async fn fetch(&self, user: &str, path: &str) -> RouterResponse {
         read(self.get(APP, path).bearer_auth(self.token(user))).await
     }
 
     /// The session, as `name=value`, of a browser that opens a page with the provider's cookie.
     pub async fn session(&self, host: &str, user: &str) -> String {
         let cookie = format!("__session={}", self.token(user));
-        let answer = read(self.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
+        let response = read(self.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
         let name = if host == APP { "svc_session" } else { "svc_code_session" };
-        let value = answer.cookie(name).unwrap_or_else(|| panic!("no session in {answer:?}"));
+        let value = response.cookie(name).unwrap_or_else(|| panic!("no session in {response:?}"));
         format!("{name}={value}")
     }
 
@@ -195,11 +195,11 @@ impl World {
     pub async fn until_status(&self, user: &str, status: StatusCode) {
         let (began, token) = (Instant::now(), self.token(user));
         loop {
-            let answer = read(self.get(APP, "/").bearer_auth(&token)).await;
-            if answer.status == status {
+            let response = read(self.get(APP, "/").bearer_auth(&token)).await;
+            if response.status == status {
                 return;
             }
-            assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT, "after {:?} still {answer:?}", began.elapsed());
+            assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT, "after {:?} still {response:?}", began.elapsed());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -242,13 +242,13 @@ pub fn insert(machine: &TestMachine, user: &str, slot: &str, status: &str) -> St
     )
 }
 
-pub async fn read(request: RequestBuilder) -> Answer {
+pub async fn read(request: RequestBuilder) -> RouterResponse {
     let (client, request) = request.build_split();
     let request = request.expect("a request");
     let (method, path) = (request.method().clone(), request.url().path().to_owned());
-    let answer = client.execute(request).await.expect("an answer");
-    let (status, headers) = (answer.status(), answer.headers().clone());
-    let body = answer.text().await.expect("a whole body");
+    let response = client.execute(request).await.expect("a response");
+    let (status, headers) = (response.status(), response.headers().clone());
+    let body = response.text().await.expect("a whole body");
     if path.starts_with("/_svc") {
         contract::platform().check(&Exchange {
             method: &method,
@@ -259,7 +259,7 @@ pub async fn read(request: RequestBuilder) -> Answer {
             text: &body,
         });
     }
-    Answer { status, headers, body }
+    RouterResponse { status, headers, body }
 }
 
 async fn database_with_schema() -> Result<TestDatabase> {

@@ -11,7 +11,7 @@ use super::check::has_leftovers;
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
-use super::process::{Answer, Process, SECRET, request};
+use super::process::{ApiResponse, Process, SECRET, request};
 use super::snapshot::{DatabaseState, MachineSeen};
 use super::world::World;
 
@@ -296,7 +296,7 @@ impl World<'_> {
     }
 
     /// A heartbeat through the first live process, starting with `via`; returns the response.
-    pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<Answer> {
+    pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<ApiResponse> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade.clone().into();
         let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()));
@@ -306,7 +306,7 @@ impl World<'_> {
     }
 
     /// The host registers with its own key.
-    pub async fn register(&self, host: &Host, via: usize) -> Option<Answer> {
+    pub async fn register(&self, host: &Host, via: usize) -> Option<ApiResponse> {
         if !self.boots(host).await {
             return None;
         }
@@ -426,28 +426,33 @@ impl World<'_> {
     }
 }
 
-async fn send(process: &Process, via: usize, ledger: &Ledger, planned: &PlannedRequest) -> Option<Answer> {
+async fn send(
+    process: &Process,
+    via: usize,
+    ledger: &Ledger,
+    planned: &PlannedRequest,
+) -> Option<ApiResponse> {
     let request_id = ledger.request_id();
     let PlannedRequest { what, method, path, token, body, key, .. } = planned;
     let request = request(method, path, token, body.as_ref(), &request_id, key.as_deref());
-    let answer = process.api(request).await;
-    let said =
-        answer.as_ref().map_or_else(|| "no answer".to_owned(), |it| format!("{} {}", it.status, it.body));
-    ledger.note(format!("p{via} {what} {path} {}: {said}", key.as_deref().unwrap_or("")));
-    if let Some(answer) = &answer {
-        if let ("register", 200, Some(body)) = (*what, answer.status, body) {
+    let response = process.api(request).await;
+    let result =
+        response.as_ref().map_or_else(|| "no response".to_owned(), |it| format!("{} {}", it.status, it.body));
+    ledger.note(format!("p{via} {what} {path} {}: {result}", key.as_deref().unwrap_or("")));
+    if let Some(response) = &response {
+        if let ("register", 200, Some(body)) = (*what, response.status, body) {
             ledger.record_registration(body);
         }
-        if let ("heartbeat", 200, Some(epoch)) = (*what, answer.status, answer.body["epoch"].as_u64()) {
+        if let ("heartbeat", 200, Some(epoch)) = (*what, response.status, response.body["epoch"].as_u64()) {
             let machine = path.split('/').nth(2).unwrap_or_default();
             ledger.record_epoch(machine, epoch as u32);
         }
         ledger.record_response(
-            RequestRecord { what, key: key.clone(), request_id, status: answer.status },
-            answer,
+            RequestRecord { what, key: key.clone(), request_id, status: response.status },
+            response,
         );
     } else {
         ledger.record_no_response(RequestRecord { what, key: key.clone(), request_id, status: 0 });
     }
-    answer
+    response
 }

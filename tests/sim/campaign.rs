@@ -14,7 +14,7 @@ use super::check::{self, CallerView, Observations};
 use super::cloud::OrderedServer;
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
-use super::process::Answer;
+use super::process::ApiResponse;
 use super::rng::Rng;
 use super::run_database::Times;
 use super::snapshot::{self, DatabaseState};
@@ -44,7 +44,7 @@ struct CampaignRequest {
 
 impl Fleet {
     /// Retries until the response is not a 503, each time on a random process.
-    async fn request_until_answered(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<Answer> {
+    async fn request_until_response(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<ApiResponse> {
         for _ in 0..MAX_ATTEMPTS {
             let base = rng.pick(&self.bases.lock().unwrap_or_else(PoisonError::into_inner));
             let request_id = self.ledger.request_id();
@@ -56,21 +56,21 @@ impl Fleet {
             if let Some(body) = &planned.body {
                 request = request.json(body);
             }
-            let answered = async {
-                let answer = request.send().await?;
-                let status = answer.status().as_u16();
-                anyhow::Ok(Answer { status, body: answer.json().await.unwrap_or_default() })
+            let completed = async {
+                let response = request.send().await?;
+                let status = response.status().as_u16();
+                anyhow::Ok(ApiResponse { status, body: response.json().await.unwrap_or_default() })
             };
-            let answered = answered.await;
-            let status = answered.as_ref().map_or(0, |answer| answer.status);
+            let completed = completed.await;
+            let status = completed.as_ref().map_or(0, |response| response.status);
             let record = RequestRecord { what: planned.what, key: planned.key.clone(), request_id, status };
-            match answered {
-                Ok(answer) => {
+            match completed {
+                Ok(response) => {
                     self.ledger
-                        .note(format!("{} {}: {} {}", planned.what, planned.path, status, answer.body));
-                    self.ledger.record_response(record, &answer);
+                        .note(format!("{} {}: {} {}", planned.what, planned.path, status, response.body));
+                    self.ledger.record_response(record, &response);
                     if status != 503 {
-                        return Some(answer);
+                        return Some(response);
                     }
                 }
                 Err(_) => self.ledger.record_no_response(record),
@@ -87,23 +87,23 @@ impl Fleet {
         method: Method,
         path: String,
         body: Option<Value>,
-    ) -> Answer {
+    ) -> ApiResponse {
         let key = Some(format!("{what} {}", rng.next()));
         let planned = CampaignRequest { what, method, path, token: SECRET.to_owned(), body, key };
         let mut other = Rng::new(rng.next());
         let (first, again) = match rng.below(3) {
             // At the same time, on two processes.
             0 => tokio::join!(
-                self.request_until_answered(rng, &planned),
-                self.request_until_answered(&mut other, &planned)
+                self.request_until_response(rng, &planned),
+                self.request_until_response(&mut other, &planned)
             ),
             1 => {
-                let first = self.request_until_answered(rng, &planned).await;
-                (first, self.request_until_answered(&mut other, &planned).await)
+                let first = self.request_until_response(rng, &planned).await;
+                (first, self.request_until_response(&mut other, &planned).await)
             }
-            _ => (self.request_until_answered(rng, &planned).await, None),
+            _ => (self.request_until_response(rng, &planned).await, None),
         };
-        first.or(again).unwrap_or_else(|| panic!("no answer to {what}\n{}", self.stack.log()))
+        first.or(again).unwrap_or_else(|| panic!("no response to {what}\n{}", self.stack.log()))
     }
 
     /// One user's operator. Its requests are random, so that refusals are included.
@@ -143,8 +143,8 @@ impl Fleet {
                 }
                 _ => ("subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())),
             };
-            let answer = self.operator(&mut rng, what, method, path, body).await;
-            if let Some(named) = answer.body["machineId"].as_str() {
+            let response = self.operator(&mut rng, what, method, path, body).await;
+            if let Some(named) = response.body["machineId"].as_str() {
                 named.clone_into(&mut machine);
             }
             // Some follow each other closely, others find a running machine.
@@ -183,7 +183,7 @@ impl Fleet {
                 // A host without a response retries later.
                 let _ = tokio::time::timeout(
                     Duration::from_secs(1),
-                    self.request_until_answered(&mut rng, &planned),
+                    self.request_until_response(&mut rng, &planned),
                 )
                 .await;
             }
@@ -192,7 +192,7 @@ impl Fleet {
     }
 
     fn start(self: &Arc<Self>, number: usize) -> Process {
-        let process = self.stack.platform();
+        let process = self.stack.start_platform();
         process.base.clone_into(&mut self.bases.lock().unwrap_or_else(PoisonError::into_inner)[number]);
         process
     }

@@ -276,7 +276,7 @@ fn disk_of(server_type: &ServerType) -> Option<u32> {
 }
 
 fn failure(call: &'static str, kind: ErrorKind, status: u16, code: &str) -> ProviderError {
-    let cause = Cause::Answer { status, code: code.to_owned(), message: "a fault of the plan".to_owned() };
+    let cause = Cause::Response { status, code: code.to_owned(), message: "a fault of the plan".to_owned() };
     ProviderError::new(call, kind, cause)
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use super::process::Answer;
+use super::process::ApiResponse;
 use super::violation::Violation;
 
 /// A request with the status of its response.
@@ -34,7 +34,7 @@ struct LedgerState {
     requests: u32,
     /// The epochs that heartbeat responses assigned.
     epochs: BTreeMap<String, u32>,
-    /// Machines whose hosts know that they are registered; a host does not forget it.
+    /// Machines whose hosts have recorded that they are registered; a host does not forget it.
     registered: BTreeMap<String, Value>,
     was_restored: bool,
 }
@@ -70,20 +70,20 @@ impl Ledger {
     }
 
     /// Records a response.
-    pub fn record_response(&self, record: RequestRecord, answer: &Answer) {
+    pub fn record_response(&self, record: RequestRecord, response: &ApiResponse) {
         let mut book = self.book();
-        if answer.status == 500 {
+        if response.status == 500 {
             book.seen.insert(Violation::InternalError);
         }
-        if (200..300).contains(&answer.status) {
+        if (200..300).contains(&response.status) {
             if let Some(key) = &record.key {
-                let now = (answer.status, answer.body.clone());
+                let now = (response.status, response.body.clone());
                 let first = book.keys.entry(key.clone()).or_insert_with(|| now.clone()).clone();
                 if first != now {
                     book.seen.insert(Violation::ReplayDiffers);
                 }
             }
-            let named = |name: &str| answer.body[name].as_str().map(str::to_owned);
+            let named = |name: &str| response.body[name].as_str().map(str::to_owned);
             if let Some(operation) = named("operationId") {
                 book.operations.insert(operation);
             }
@@ -148,7 +148,7 @@ impl Ledger {
         self.book().operations.clone()
     }
 
-    /// Records the epoch that a heartbeat's answer gave a host.
+    /// Records the epoch that a heartbeat's response gave a host.
     pub fn record_epoch(&self, machine: &str, epoch: u32) {
         self.book().epochs.insert(machine.to_owned(), epoch);
     }
@@ -157,11 +157,11 @@ impl Ledger {
         self.book().epochs.get(machine).copied()
     }
 
-    /// The platform's database was restored from an older copy: discards the answers that it does not know.
+    /// The platform's database was restored from an older copy: discards the responses that are missing in it.
     pub fn record_restore(&self) {
         let mut book = self.book();
         book.was_restored = true;
-        // Accepted requests may be missing in the copy. A repeated request with an earlier key may be answered from the copy.
+        // Accepted requests may be missing in the copy. A repeated request with an earlier key may be served from the copy.
         book.records.iter_mut().for_each(|record| record.status = 0);
         book.keys.clear();
         book.operations.clear();

@@ -16,25 +16,45 @@ use svc::platform::{key_change, rollouts, token_rotation};
 /// The enumerations, each with the test that kills at every one of its points.
 fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19] {
     [
-        (backup::POINTS, "svc::host::snapshots::backup::POINTS", "tests/vault/backup.rs"),
-        (backup::DRILL_POINTS, "svc::host::snapshots::backup::DRILL_POINTS", "tests/vault/checks.rs"),
-        (backup::VERIFY_POINTS, "svc::host::snapshots::backup::VERIFY_POINTS", "tests/vault/checks.rs"),
-        (backup::SIDE_POINTS, "svc::host::snapshots::backup::SIDE_POINTS", "tests/vault/side.rs"),
-        (backup::EXPORT_POINTS, "svc::host::snapshots::backup::EXPORT_POINTS", "tests/vault/export.rs"),
-        (restore::POINTS, "svc::host::snapshots::restore::POINTS", "tests/vault/gate.rs"),
-        (restore::IMPORT_POINTS, "svc::host::snapshots::restore::IMPORT_POINTS", "tests/vault/export.rs"),
-        (update::POINTS, "svc::host::update::POINTS", "tests/vault/update.rs"),
-        (update::APPLY_POINTS, "svc::host::update::APPLY_POINTS", "tests/vault/apply.rs"),
-        (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),
-        (update::KEY_POINTS, "KEY_POINTS", "tests/vault/update_keys.rs"),
-        (retention::POINTS, "svc::host::retention::POINTS", "tests/heartbeat.rs"),
-        (usage_book::POINTS, "POINTS", "tests/records/exact.rs"),
-        (watcher::POINTS, "svc::host::audit::watcher::POINTS", "tests/audit/life.rs"),
+        (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/vault/backup.rs"),
+        (backup::DRILL_FAILPOINTS, "svc::host::snapshots::backup::DRILL_FAILPOINTS", "tests/vault/checks.rs"),
+        (
+            backup::VERIFY_FAILPOINTS,
+            "svc::host::snapshots::backup::VERIFY_FAILPOINTS",
+            "tests/vault/checks.rs",
+        ),
+        (backup::SIDE_FAILPOINTS, "svc::host::snapshots::backup::SIDE_FAILPOINTS", "tests/vault/side.rs"),
+        (
+            backup::EXPORT_FAILPOINTS,
+            "svc::host::snapshots::backup::EXPORT_FAILPOINTS",
+            "tests/vault/export.rs",
+        ),
+        (restore::FAILPOINTS, "svc::host::snapshots::restore::FAILPOINTS", "tests/vault/gate.rs"),
+        (
+            restore::IMPORT_FAILPOINTS,
+            "svc::host::snapshots::restore::IMPORT_FAILPOINTS",
+            "tests/vault/export.rs",
+        ),
+        (update::FAILPOINTS, "svc::host::update::FAILPOINTS", "tests/vault/update.rs"),
+        (update::APPLY_FAILPOINTS, "svc::host::update::APPLY_FAILPOINTS", "tests/vault/apply.rs"),
+        (update::ROLLBACK_FAILPOINTS, "svc::host::update::ROLLBACK_FAILPOINTS", "tests/vault/apply.rs"),
+        (update::KEY_FAILPOINTS, "KEY_FAILPOINTS", "tests/vault/update_keys.rs"),
+        (retention::FAILPOINTS, "svc::host::retention::FAILPOINTS", "tests/heartbeat.rs"),
+        (usage_book::FAILPOINTS, "FAILPOINTS", "tests/records/exact.rs"),
+        (watcher::FAILPOINTS, "svc::host::audit::watcher::FAILPOINTS", "tests/audit/life.rs"),
         (register::POINTS, "svc::host::link::register::POINTS", "tests/vault/register.rs"),
-        (upgrade_token::POINTS, "svc::host::system::upgrade_token::POINTS", "tests/vault/token_rotation.rs"),
-        (token_rotation::POINTS, "svc::platform::token_rotation::POINTS", "tests/platform/token_rotation.rs"),
-        (key_change::POINTS, "svc::platform::key_change::POINTS", "tests/platform/platform_key.rs"),
-        (rollouts::POINTS, "svc::platform::rollouts::POINTS", "tests/platform/kills.rs"),
+        (
+            upgrade_token::FAILPOINTS,
+            "svc::host::system::upgrade_token::FAILPOINTS",
+            "tests/vault/token_rotation.rs",
+        ),
+        (
+            token_rotation::FAILPOINTS,
+            "svc::platform::token_rotation::FAILPOINTS",
+            "tests/platform/token_rotation.rs",
+        ),
+        (key_change::FAILPOINTS, "svc::platform::key_change::FAILPOINTS", "tests/platform/platform_key.rs"),
+        (rollouts::FAILPOINTS, "svc::platform::rollouts::FAILPOINTS", "tests/platform/kills.rs"),
     ]
 }
 
@@ -64,7 +84,7 @@ fn passed(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_point_in_the_source_is_enumerated() {
+fn every_failpoint_in_the_source_is_enumerated() {
     let mut files = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
     let known: Vec<&str> = enumerations().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
@@ -76,7 +96,7 @@ fn every_point_in_the_source_is_enumerated() {
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
                 made || is_switch || known.contains(&name.as_str()),
-                "{}: {name} is in no POINTS",
+                "{}: {name} is in no FAILPOINTS",
                 file.display()
             );
             found.push(name);

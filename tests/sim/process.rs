@@ -48,7 +48,7 @@ pub struct Process {
 }
 
 #[derive(Debug, Clone)]
-pub struct Answer {
+pub struct ApiResponse {
     pub status: u16,
     pub body: Value,
 }
@@ -112,7 +112,7 @@ impl Process {
             bucket: Bucket::new(Arc::new(view)),
             host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
             mint: TokenMint::new(&config.keys.current),
-            process: svc::platform::key_change::process(config.keys.ids(), &config.timing),
+            process: svc::platform::key_change::current_process_keys(config.keys.ids(), &config.timing),
             db: database.db.clone(),
             host_db: database.db.clone(),
             report_db: database.db.clone(),
@@ -156,13 +156,13 @@ impl Process {
     }
 
     /// A response of the API; `None` if the process died before it.
-    pub async fn api(&self, request: Request<Body>) -> Option<Answer> {
-        self.switch.alive(answer(self.api.clone(), request)).await
+    pub async fn api(&self, request: Request<Body>) -> Option<ApiResponse> {
+        self.switch.alive(send(self.api.clone(), request)).await
     }
 
     /// A response of the public listener.
-    pub async fn public(&self, request: Request<Body>) -> Option<Answer> {
-        self.switch.alive(answer(self.public.clone(), request)).await
+    pub async fn public(&self, request: Request<Body>) -> Option<ApiResponse> {
+        self.switch.alive(send(self.public.clone(), request)).await
     }
 
     /// As on a signal: the current steps end, and leases are released.
@@ -181,11 +181,11 @@ impl Drop for Process {
     }
 }
 
-async fn answer(router: Router, request: Request<Body>) -> Answer {
-    let Ok(answer) = TowerToHyperService::new(router).call(request).await;
-    let (parts, body) = answer.into_parts();
+async fn send(router: Router, request: Request<Body>) -> ApiResponse {
+    let Ok(response) = TowerToHyperService::new(router).call(request).await;
+    let (parts, body) = response.into_parts();
     let bytes = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
-    Answer { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }
+    ApiResponse { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }
 }
 
 /// A request of an operator or a host; its id links it to its audit row.

@@ -20,9 +20,9 @@ pub struct ProcessProvider {
 impl ProcessProvider {
     async fn call<T>(&self, exchange: impl Future<Output = T>) -> T {
         self.switch.pass(Moment::BeforeProvider).await;
-        let answer = exchange.await;
+        let response = exchange.await;
         self.switch.pass(Moment::AfterProvider).await;
-        answer
+        response
     }
 }
 

@@ -165,7 +165,7 @@ impl<'a> World<'a> {
             .header("cookie", format!("svc_session={}", cookie(self.database, user)))
             .body(Body::empty())
             .expect("a request");
-        process.public(request).await.is_some_and(|answer| matches!(answer.status, 502 | 504))
+        process.public(request).await.is_some_and(|response| matches!(response.status, 502 | 504))
     }
 
     /// The additional violations after settling.

@@ -189,7 +189,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
 }
 
 #[tokio::test]
-async fn boot_keeps_the_current_release() -> Result<()> {
+async fn boot_does_not_change_the_current_release() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
     let unit = stage.machine.path(&format!("etc/systemd/system/svc-{NEW}.service"));
@@ -294,7 +294,7 @@ async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: 
 async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     let good = Published::new(NEW, &[])?;
     let mut points: Vec<&str> = Vec::new();
-    for point in svc::host::update::APPLY_POINTS {
+    for point in svc::host::update::APPLY_FAILPOINTS {
         points.push(point);
     }
     // Includes the points of fetching a release, which a boot also passes; its own first and last points are not
@@ -310,7 +310,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
 #[tokio::test]
 async fn rollback_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     let mut points: Vec<&str> = Vec::new();
-    for point in svc::host::update::ROLLBACK_POINTS {
+    for point in svc::host::update::ROLLBACK_FAILPOINTS {
         points.push(point);
     }
     points.extend(["update.restarted", "update.ended", "update.outcome_told", "update.request_done"]);

@@ -82,7 +82,7 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
 }
 
 #[tokio::test]
-async fn password_is_in_no_argument_list_and_no_output() -> Result<()> {
+async fn password_is_in_no_arguments_or_output() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let seen = tempfile::tempdir()?;
@@ -102,18 +102,18 @@ async fn transient_store_faults_are_retried() -> Result<()> {
     let machine = machine_with(&store, NOISE).await?;
     let faults = [
         ("a part fails twice", Rule::new(Fault::Status(500)).query("partNumber=2").times(2)),
-        ("a part's answer is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
-        ("the completion's answer is lost", Rule::new(Fault::LostReply).method("POST").query("uploadId=")),
+        ("a part's response is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
+        ("the completion's response is lost", Rule::new(Fault::LostReply).method("POST").query("uploadId=")),
         (
             "the completion fails after it happened",
             Rule::new(Fault::StatusAfterCommit(500)).method("POST").query("uploadId="),
         ),
-        ("the pointer's answer is lost", Rule::new(Fault::LostReply).method("PUT").key("db/latest")),
+        ("the pointer's response is lost", Rule::new(Fault::LostReply).method("PUT").key("db/latest")),
         (
             "the pointer's write fails after it happened",
             Rule::new(Fault::StatusAfterCommit(503)).method("PUT").key("db/latest"),
         ),
-        ("the side record's answer is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
+        ("the side record's response is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
     ];
     for (seq, (name, rule)) in (1..).zip(faults) {
         let hits = store.fault(rule);
@@ -157,7 +157,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
 }
 
 #[tokio::test]
-async fn replaced_machine_moves_no_pointer() -> Result<()> {
+async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -173,7 +173,7 @@ async fn replaced_machine_moves_no_pointer() -> Result<()> {
     )
     .await?;
     let fenced = machine::pointer(&store).await?;
-    let ended = running.end()?.expect(77);
+    let ended = running.wait()?.expect(77);
     assert!(ended.stderr.contains("fenced at epoch 2"), "{}", ended.stderr);
     assert_eq!(machine::pointer(&store).await?, fenced);
 
@@ -190,7 +190,7 @@ async fn replaced_machine_moves_no_pointer() -> Result<()> {
 }
 
 #[tokio::test]
-async fn second_run_reports_the_first_and_request_waits() -> Result<()> {
+async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
@@ -204,7 +204,7 @@ async fn second_run_reports_the_first_and_request_waits() -> Result<()> {
     svc::fsx::write_atomic(&request, b"", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     assert!(!request.exists(), "a request that was served is removed");
-    first.end()?.expect(0);
+    first.wait()?.expect(0);
     assert_eq!(machine.backup_records()?.len(), 2);
     assert_eq!(machine::pointer(&store).await?.context("a pointer")?.seq, 2);
     Ok(())
@@ -214,7 +214,7 @@ async fn second_run_reports_the_first_and_request_waits() -> Result<()> {
 async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
-    for (n, point) in (1_u64..).zip(svc::host::snapshots::backup::POINTS) {
+    for (n, point) in (1_u64..).zip(svc::host::snapshots::backup::FAILPOINTS) {
         machine.client().await?.execute(&format!("INSERT INTO t VALUES ({})", 10_000 + n), &[]).await?;
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &kill)])?.expect_killed();
@@ -233,13 +233,13 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
 async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
-    for point in svc::host::snapshots::backup::POINTS {
+    for point in svc::host::snapshots::backup::FAILPOINTS {
         let error = format!("{point}=return(error)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &error)])?.expect(70);
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{point}");
         assert_pointer_valid(&store).await.with_context(|| format!("after {point}"))?;
     }
-    assert_eq!(machine.backup_records()?.len(), svc::host::snapshots::backup::POINTS.len());
+    assert_eq!(machine.backup_records()?.len(), svc::host::snapshots::backup::FAILPOINTS.len());
     Ok(())
 }
 
@@ -264,7 +264,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
     let stop_requested = Instant::now();
     running.signal(Signal::SIGTERM)?;
-    running.end()?.expect(75);
+    running.wait()?.expect(75);
     assert!(stop_requested.elapsed() < Duration::from_secs(20));
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(snapshots(&store), Vec::<String>::new());
@@ -284,10 +284,10 @@ async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     // The store is slower than the dump, so that parts queue up.
     store.fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
     let running = machine.spawn(&["svc-db-backup"], &[])?;
-    let most = running.peak_memory().await;
-    running.end()?.expect(0);
+    let peak = running.peak_memory().await;
+    running.wait()?.expect(0);
     let size = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?.size_bytes;
     assert!(size > 120 << 20, "{size} bytes");
-    assert!(most < 32 << 20, "{most} bytes resident");
+    assert!(peak < 32 << 20, "{peak} bytes resident");
     Ok(())
 }

@@ -108,7 +108,7 @@ impl Source {
         self.with(|state| state.set(content));
     }
 
-    /// Replaces the content as soon as one more request was answered.
+    /// Replaces the content as soon as one more request was handled.
     pub fn replace_after_next_request(&self, content: Vec<u8>) {
         self.with(|state| state.next = Some(content));
     }
@@ -135,23 +135,23 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
     state.requests.push(BundleRequest { authorization: text(header::AUTHORIZATION), range: range.clone() });
     if let Some((_, other)) = state.others.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
         let status = if other.is_some() { StatusCode::OK } else { StatusCode::NOT_FOUND };
-        let answer = Response::builder().status(status).body(Body::from(other.clone().unwrap_or_default()));
-        return answer.expect("a response of known headers");
+        let response = Response::builder().status(status).body(Body::from(other.clone().unwrap_or_default()));
+        return response.expect("a response of known headers");
     }
     let from =
         range.as_deref().and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok());
     let same = text(header::IF_RANGE).as_deref() == Some(state.etag.as_str());
-    let answer = Response::builder().header(header::ETAG, &state.etag);
+    let response = Response::builder().header(header::ETAG, &state.etag);
     let total = state.content.len();
-    let answer = match from {
-        Some(from) if same && state.ranges => answer
+    let response = match from {
+        Some(from) if same && state.ranges => response
             .status(StatusCode::PARTIAL_CONTENT)
             .header(header::CONTENT_RANGE, format!("bytes {from}-{}/{total}", total - 1))
             .body(Body::from(state.content[from..].to_vec())),
-        _ => answer.body(Body::from(state.content.clone())),
+        _ => response.body(Body::from(state.content.clone())),
     };
     if let Some(next) = state.next.take() {
         state.set(next);
     }
-    answer.expect("a response of known headers")
+    response.expect("a response of known headers")
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::machine::{self, BUCKET, Machine, USER};
 
-const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, said text); ALTER TABLE t OWNER TO app_t; \
+const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
 /// A machine with this many snapshots, and their keys.
@@ -167,7 +167,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     assert_eq!(last(&machine, "drill")?["status"], "success");
 
     let mut points = vec!["restore.roles", "restore.created", "restore.loaded", "restore.counted"];
-    for point in svc::host::snapshots::backup::DRILL_POINTS {
+    for point in svc::host::snapshots::backup::DRILL_FAILPOINTS {
         points.push(point);
     }
     for point in points {
@@ -176,7 +176,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
         machine.run(&["svc-db-backup", "drill"])?.expect(0);
         assert_eq!(leftovers(&machine).await?, ["lock"], "after a kill at {point}");
     }
-    for point in svc::host::snapshots::backup::VERIFY_POINTS {
+    for point in svc::host::snapshots::backup::VERIFY_FAILPOINTS {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup", "verify", "--all"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
@@ -213,7 +213,7 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
 
 /// The unit could not write a file created by root.
 #[tokio::test]
-async fn run_by_root_it_switches_to_the_unit_user() -> Result<()> {
+async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     const USER_ID: u32 = 54_321;
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can become another user");

@@ -64,7 +64,7 @@ impl Platform {
             Arc::new(CredentialService { sts, response, request_count, heartbeats: AtomicUsize::new(0) });
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
-        let app = Router::new().fallback(answer).with_state(Arc::clone(&service));
+        let app = Router::new().fallback(respond).with_state(Arc::clone(&service));
         tokio::spawn(async move { axum::serve(listener, app).await });
         Ok(Self { service, base })
     }
@@ -112,7 +112,7 @@ impl Platform {
     }
 }
 
-async fn answer(State(service): State<Arc<CredentialService>>, uri: Uri, headers: HeaderMap) -> Response {
+async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, headers: HeaderMap) -> Response {
     if uri.path().ends_with("/heartbeat") {
         service.heartbeats.fetch_add(1, Ordering::SeqCst);
         return axum::Json(json!({"superseded": false})).into_response();
@@ -135,13 +135,13 @@ async fn answer(State(service): State<Arc<CredentialService>>, uri: Uri, headers
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
     match service.sts.assume("svc-host", &policy, HOUR).await {
         Ok(session) => {
-            let mut answer = session_json(&session);
-            answer["region"] = json!("auto");
-            answer["bucket"] = json!(BUCKET);
-            answer["prefix"] = json!(format!("{USER}/primary/"));
-            answer["outage"] =
+            let mut response = session_json(&session);
+            response["region"] = json!("auto");
+            response["bucket"] = json!(BUCKET);
+            response["prefix"] = json!(format!("{USER}/primary/"));
+            response["outage"] =
                 outage(&service.sts).await.map_or(Value::Null, |session| session_json(&session));
-            axum::Json(answer).into_response()
+            axum::Json(response).into_response()
         }
         Err(_) => problem(503, "store_unavailable"),
     }
@@ -174,8 +174,8 @@ async fn sts_client_works_with_another_server() -> Result<()> {
     let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
     let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
-    let left = session.expires_at.duration_since(Timestamp::now());
-    assert!((600..=960).contains(&left.as_secs()), "{left}");
+    let remaining = session.expires_at.duration_since(Timestamp::now());
+    assert!((600..=960).contains(&remaining.as_secs()), "{remaining}");
     assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
     let error = sts.assume(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
     assert!(error.to_string().starts_with("STS refused AssumeRole with 400"), "{error}");
@@ -277,7 +277,7 @@ async fn restore_works_after_the_first_credentials_expired() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replaced_machine_gets_none_and_says_so() -> Result<()> {
+async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
@@ -336,7 +336,7 @@ async fn agent_renews_many_sessions() -> Result<()> {
     let first = store.read(BUCKET, &key).context("the metadata, though whether it was there is hidden")?;
     until("a later one", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
     running.signal(Signal::SIGTERM)?;
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     Ok(())
 }
 

@@ -93,10 +93,12 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     // Backups of this machine would belong to another slot.
     import(&other, &archive, &["--check"])?.expect(0);
     assert!(other.path("home/svc/home/projects/here").exists());
-    let said = import(&other, &archive, &[])?.expect(0).stdout;
+    let printed = import(&other, &archive, &[])?.expect(0).stdout;
     assert!(
-        said.contains("5000 rows") && said.contains(".before-import-") && said.contains("svc_before_"),
-        "{said}"
+        printed.contains("5000 rows")
+            && printed.contains(".before-import-")
+            && printed.contains("svc_before_"),
+        "{printed}"
     );
 
     assert_eq!(rows(&other).await?, 5000);
@@ -154,7 +156,7 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     // An existing archive is not overwritten, and a partial one never has its final name.
     let output = archive.to_str().context("a path")?;
     machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
-    for point in svc::host::snapshots::backup::EXPORT_POINTS {
+    for point in svc::host::snapshots::backup::EXPORT_FAILPOINTS {
         let next = machine.path("next.tar");
         let words = ["svc-db-backup", "export", "--output", next.to_str().context("a path")?];
         machine.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(error)"))])?.expect(70);
@@ -176,7 +178,7 @@ async fn killed_import_is_resumed() -> Result<()> {
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
     write(&other, "projects/here", b"was here")?;
     let words = ["svc-restore", "import", archive.to_str().context("a path")?];
-    for point in svc::host::snapshots::restore::IMPORT_POINTS {
+    for point in svc::host::snapshots::restore::IMPORT_FAILPOINTS {
         let ended = other.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
         match *point {
             "import.done" => drop(ended.expect_killed()),
@@ -202,7 +204,7 @@ async fn killed_import_is_resumed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_is_no_whole_archive_changes_nothing() -> Result<()> {
+async fn invalid_archive_changes_nothing() -> Result<()> {
     let store = machine::store()?;
     let (machine, archive) = exported(&store).await?;
     let other = Machine::in_use(&store, 2).await?;

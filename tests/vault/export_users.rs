@@ -72,7 +72,7 @@ fn text(path: &Path) -> Result<&str> {
 }
 
 #[tokio::test]
-async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
+async fn files_are_accessed_as_their_owner() -> Result<()> {
     let store = machine::store()?;
     let Some(machine) = machine_of_two_users(&store, 1).await? else { return Ok(()) };
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
@@ -87,14 +87,14 @@ async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
     fs::create_dir(machine.path("backups"))?;
     let archive = machine.path("backups/ada.tar");
     let export = |to: &Path| machine.run(&["svc-db-backup", "export", "--output", text(to)?]);
-    let said = export(&archive)?.expect(0);
-    assert!(said.stderr.contains("left out: roots: "), "{}", said.stderr);
+    let printed = export(&archive)?.expect(0);
+    assert!(printed.stderr.contains("left out: roots: "), "{}", printed.stderr);
     let meta = fs::metadata(&archive)?;
     assert_eq!((meta.uid(), meta.mode() & 0o777), (0, 0o600));
     assert!(!fs::read(&archive)?.windows(6).any(|part| part == b"S3CRET"));
     // Root creates no file where the owner could place a link.
-    let said = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
-    assert!(said.stderr.contains("can be changed by others than root"), "{}", said.stderr);
+    let printed = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
+    assert!(printed.stderr.contains("can be changed by others than root"), "{}", printed.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
     let Some(other) = machine_of_two_users(&store, 2).await? else { return Ok(()) };
@@ -128,12 +128,12 @@ async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
 
 /// Opened like a regular file, it would block forever.
 #[tokio::test]
-async fn a_fifo_is_no_archive() -> Result<()> {
+async fn fifo_is_refused_as_archive() -> Result<()> {
     let store = machine::store()?;
     let Some(machine) = machine_of_two_users(&store, 1).await? else { return Ok(()) };
     let fifo = machine.path("home/svc/home/apps/ada.tar");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU)?;
-    let said = machine.run(&["svc-restore", "import", text(&fifo)?])?.expect(65);
-    assert!(said.stderr.contains("not a regular file"), "{}", said.stderr);
+    let printed = machine.run(&["svc-restore", "import", text(&fifo)?])?.expect(65);
+    assert!(printed.stderr.contains("not a regular file"), "{}", printed.stderr);
     Ok(())
 }

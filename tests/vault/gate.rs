@@ -10,7 +10,7 @@ use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
 use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, until, with_wrapped};
-use super::platform::{Answer, Platform};
+use super::platform::{Platform, ScriptedResponse};
 
 pub const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
 /// The database of a new machine before its restore: one empty table, which identifies it.
@@ -172,7 +172,7 @@ async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
 }
 
 #[tokio::test]
-async fn damaged_bytes_are_refused_and_the_gate_stays_shut() -> Result<()> {
+async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     let once = store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
     restore(&new, &[])?.expect(0);
@@ -217,9 +217,9 @@ async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
     // The store recovers in time. And `empty` does not override an existing snapshot.
     store.down();
     let running = new.spawn(&["svc-restore"], &[])?;
-    until("an error message", || running.stderr().contains("does not answer")).await?;
+    until("an error message", || running.stderr().contains("does not respond")).await?;
     store.up()?;
-    running.end()?.expect(0);
+    running.wait()?.expect(0);
     assert!(is_restored(&new).await?);
     Ok(())
 }
@@ -305,7 +305,7 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
 #[tokio::test]
 async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
-    for point in svc::host::snapshots::restore::POINTS {
+    for point in svc::host::snapshots::restore::FAILPOINTS {
         let kill = format!("{point}=return(kill)");
         restore(&new, &[("FAILPOINTS", &kill)])?.expect_killed();
         assert_eq!(new.marker(), *point == "restore.marker", "{point}");
@@ -322,7 +322,7 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
 async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     let swapped = ["restore.renamed", "restore.opened", "restore.marker"];
-    for point in svc::host::snapshots::restore::POINTS.iter().filter(|point| !swapped.contains(point)) {
+    for point in svc::host::snapshots::restore::FAILPOINTS.iter().filter(|point| !swapped.contains(point)) {
         let error = format!("{point}=return(error)");
         restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
         assert_untouched(&new, point).await?;
@@ -357,7 +357,7 @@ async fn restore_waits_for_a_starting_database() -> Result<()> {
     let running = new.spawn(&["svc-restore"], &[])?;
     tokio::time::sleep(Duration::from_millis(500)).await;
     new.postgres().restart().await?;
-    running.end()?.expect(0);
+    running.wait()?.expect(0);
     assert!(is_restored(&new).await?);
     Ok(())
 }
@@ -376,7 +376,7 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     let running = new.spawn(&["svc-restore"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?;
     until("the loader", || signs.path().join("begun").exists()).await?;
     running.signal(Signal::SIGKILL)?;
-    running.end()?.expect_killed();
+    running.wait()?.expect_killed();
     restore(&new, &[])?.expect(0);
     std::fs::write(signs.path().join("go"), "")?;
     until("the loader's end", || signs.path().join("ended").exists()).await?;
@@ -391,7 +391,7 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
 async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {
         let (_store, new) = lost_and_new().await?;
-        let platform = Platform::start(Answer::Json(status, serde_json::json!({}))).await?;
+        let platform = Platform::start(ScriptedResponse::Json(status, serde_json::json!({}))).await?;
         platform.configure(&new)?;
         restore(&new, &[("FAILPOINTS", "restore.downloaded=sleep(300)")])?.expect(0);
         assert!(is_restored(&new).await?);

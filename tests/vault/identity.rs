@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::gate::{is_restored, old_and_new};
 use super::machine::{self, Machine, binaries, until};
-use super::platform::{Answer, Platform, gateway};
+use super::platform::{Platform, ScriptedResponse, gateway};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
 
@@ -55,14 +55,14 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     machine.run(&["svc-restore"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(65);
 
-    let platform = Platform::start(Answer::Json(400, json!({ "code": "invalid_request" }))).await?;
+    let platform = Platform::start(ScriptedResponse::Json(400, json!({ "code": "invalid_request" }))).await?;
     platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let running =
         machine.spawn(&["svc-sync-agent"], &[("GATEWAY_LISTEN", &listen), ("HEARTBEAT_SECONDS", "1")])?;
     until("a heartbeat and its repetition without attention", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let calls = platform.calls();
     let (first, second): (Value, Value) =
         (serde_json::from_str(&calls[0].body)?, serde_json::from_str(&calls[1].body)?);

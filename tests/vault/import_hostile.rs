@@ -161,7 +161,7 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
 
 /// Settings for all sessions of the database are dropped; owners and privileges are the product's.
 #[tokio::test]
-async fn import_takes_tables_and_none_of_their_settings() -> Result<()> {
+async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     let store = machine::store()?;
     let mut honest = Honest::export(&store).await?;
     honest.side["database"]["settings"] =
@@ -219,7 +219,7 @@ fn sparse(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
 }
 
 #[tokio::test]
-async fn import_check_holds_nothing_that_is_only_claimed() -> Result<()> {
+async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let gib = 1 << 30;

@@ -254,7 +254,7 @@ impl Machine {
 
     /// Runs an applet to its end.
     pub fn run_with(&self, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
-        self.spawn(words, extra)?.end()
+        self.spawn(words, extra)?.wait()
     }
 
     pub fn run(&self, words: &[&str]) -> Result<Ended> {
@@ -299,7 +299,7 @@ impl Running {
         fs::read_to_string(self.err.path()).unwrap_or_default()
     }
 
-    pub fn end(mut self) -> Result<Ended> {
+    pub fn wait(mut self) -> Result<Ended> {
         let Some(status) = self.child.wait(RUN_TIMEOUT) else {
             bail!("still running after {RUN_TIMEOUT:?}:\n{}", self.stderr());
         };

@@ -28,7 +28,7 @@ async fn cut_off(store: &S3Server, platform: &Platform) -> Result<Machine> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn outage_session_stores_snapshots_and_moves_no_pointer() -> Result<()> {
+async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = cut_off(&store, &platform).await?;
@@ -64,7 +64,7 @@ async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
     });
     stored.await?;
     platform.set_response(CredentialResponse::Gives);
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
     assert_eq!(dumps.count(), 2, "no third snapshot was made");
     let log = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup.jsonl"))?;
@@ -132,7 +132,7 @@ async fn agent_renews_the_outage_session() -> Result<()> {
     svc::fsx::write_atomic(&kept, &serde_json::to_vec(&file)?, 0o600)?;
     until("another renewal", || platform.request_count() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     Ok(())
 }
 

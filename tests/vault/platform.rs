@@ -25,7 +25,7 @@ pub struct Call {
 
 /// A scripted response. `Lost` counts the call, but sends no response.
 #[derive(Debug, Clone)]
-pub enum Answer {
+pub enum ScriptedResponse {
     Json(u16, serde_json::Value),
     Lost,
 }
@@ -33,8 +33,8 @@ pub enum Answer {
 #[derive(Default)]
 struct PlatformState {
     calls: Vec<Call>,
-    next: VecDeque<Answer>,
-    always: Option<Answer>,
+    next: VecDeque<ScriptedResponse>,
+    always: Option<ScriptedResponse>,
 }
 
 #[derive(Clone)]
@@ -45,17 +45,17 @@ pub struct Platform {
 
 impl Platform {
     /// Answers every call with `always`, after the queued responses.
-    pub async fn start(always: Answer) -> Result<Self> {
+    pub async fn start(always: ScriptedResponse) -> Result<Self> {
         let state = Arc::new(Mutex::new(PlatformState { always: Some(always), ..PlatformState::default() }));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
-        let app = Router::new().fallback(answer).with_state(Arc::clone(&state));
+        let app = Router::new().fallback(respond).with_state(Arc::clone(&state));
         tokio::spawn(async move { axum::serve(listener, app).await });
         Ok(Self { state, addr })
     }
 
-    pub fn next(&self, answers: impl IntoIterator<Item = Answer>) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).next.extend(answers);
+    pub fn next(&self, responses: impl IntoIterator<Item = ScriptedResponse>) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).next.extend(responses);
     }
 
     pub fn calls(&self) -> Vec<Call> {
@@ -67,21 +67,21 @@ impl Platform {
     }
 }
 
-async fn answer(
+async fn respond(
     State(state): State<Arc<Mutex<PlatformState>>>,
     uri: Uri,
     headers: HeaderMap,
     body: String,
 ) -> Response {
-    let answer = {
+    let response = {
         let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
         let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         let authorization = authorization.unwrap_or_default().to_owned();
         state.calls.push(Call { path: uri.path().to_owned(), authorization, body });
         state.next.pop_front().or(state.always.clone())
     };
-    match answer {
-        Some(Answer::Json(status, body)) => {
+    match response {
+        Some(ScriptedResponse::Json(status, body)) => {
             (StatusCode::from_u16(status).expect("a status"), axum::Json(body)).into_response()
         }
         // hyper closes the connection of a handler that panics; here the body of the response fails instead.

@@ -4,19 +4,19 @@ use anyhow::{Context, Result};
 use serde_json::json;
 
 use super::machine::{Ended, Extra, Machine};
-use super::platform::{Answer, Platform, gateway};
+use super::platform::{Platform, ScriptedResponse, gateway};
 
 const DIGEST: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
 
-fn registered() -> Answer {
-    Answer::Json(200, json!({ "status": "running", "epoch": 1 }))
+fn registered() -> ScriptedResponse {
+    ScriptedResponse::Json(200, json!({ "status": "running", "epoch": 1 }))
 }
 
 /// Runs on another thread, because the test's runtime serves platform and gateway.
 async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
     let words: Vec<&str> = ["svc-register"].iter().chain(words).copied().collect();
     let running = machine.spawn(&words, extra)?;
-    tokio::task::spawn_blocking(move || running.end()).await?
+    tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 /// A machine with an installed release. The digest is stored next to it, because the service's user cannot read
@@ -65,7 +65,12 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
         let extra: Vec<(&str, &str)> = extra.iter().map(|(name, value)| (*name, value.as_str())).collect();
         register(&machine, &[], &extra).await?.expect_killed();
     }
-    platform.next([Answer::Lost, Answer::Json(503, json!({})), Answer::Json(429, json!({})), registered()]);
+    platform.next([
+        ScriptedResponse::Lost,
+        ScriptedResponse::Json(503, json!({})),
+        ScriptedResponse::Json(429, json!({})),
+        registered(),
+    ]);
     register(&machine, &[], &[("GATEWAY_LISTEN", &listen)]).await?.expect(0);
     let calls = platform.calls();
     assert_eq!(calls.len(), 5, "one call before the last kill, and four after it: {calls:?}");
@@ -76,19 +81,19 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
 #[tokio::test]
 async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
     let refused = json!({ "code": "registration_rejected", "detail": "The token was used." });
-    let platform = Platform::start(Answer::Json(401, refused)).await?;
+    let platform = Platform::start(ScriptedResponse::Json(401, refused)).await?;
     let (machine, listen) = ready(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_PLATFORM_DEADLINE_SECONDS", "1")];
     let ended = register(&machine, &[], &extra).await?.expect(77);
     assert!(ended.stderr.contains("The token was used."), "{}", ended.stderr);
     assert_eq!(platform.calls().len(), 1);
 
-    let silent = Platform::start(Answer::Lost).await?;
+    let silent = Platform::start(ScriptedResponse::Lost).await?;
     silent.configure(&machine)?;
     register(&machine, &[], &extra).await?.expect(75);
     assert!(silent.calls().len() > 1);
 
-    let broken = Platform::start(Answer::Json(400, json!({ "detail": "no" }))).await?;
+    let broken = Platform::start(ScriptedResponse::Json(400, json!({ "detail": "no" }))).await?;
     broken.configure(&machine)?;
     register(&machine, &[], &extra).await?.expect(70);
     Ok(())
@@ -110,7 +115,7 @@ async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> 
 
 #[tokio::test]
 async fn failed_boot_is_reported_without_secrets() -> Result<()> {
-    let platform = Platform::start(Answer::Json(202, json!({}))).await?;
+    let platform = Platform::start(ScriptedResponse::Json(202, json!({}))).await?;
     let machine = Machine::bare(1)?;
     platform.configure(&machine)?;
     machine.add_env("host.env", &[("DATABASE_URL", "postgres://postgres:hunter2hunter2@127.0.0.1:1/svc")])?;
@@ -121,8 +126,8 @@ async fn failed_boot_is_reported_without_secrets() -> Result<()> {
     assert_eq!(call.authorization, "Bearer registration-token-of-a-machine");
     let body: serde_json::Value = serde_json::from_str(&call.body)?;
     assert_eq!(body["stage"], "bundle");
-    let said = body["message"].as_str().context("a message")?;
-    assert!(said.starts_with("no bundle [hidden] [hidden] xxx") && said.len() <= 500, "{said}");
+    let message = body["message"].as_str().context("a message")?;
+    assert!(message.starts_with("no bundle [hidden] [hidden] xxx") && message.len() <= 500, "{message}");
     register(&machine, &["failure", "--stage", "elsewhere", "--message", "x"], &[]).await?.expect(64);
     Ok(())
 }

@@ -31,7 +31,7 @@ async fn roles(machine: &Machine) -> Result<String> {
 }
 
 #[tokio::test]
-async fn restore_keeps_roles_or_names_the_differences() -> Result<()> {
+async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
@@ -55,7 +55,7 @@ async fn restore_keeps_roles_or_names_the_differences() -> Result<()> {
 }
 
 #[tokio::test]
-async fn roles_that_were_not_kept_are_named_when_created() -> Result<()> {
+async fn restore_reports_omitted_roles_when_they_are_created() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;

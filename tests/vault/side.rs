@@ -15,8 +15,8 @@ const SHOP: &str = r#"
         shout text GENERATED ALWAYS AS (upper(email)) STORED);
     CREATE TABLE app_shop.orders (
         id serial PRIMARY KEY, customer int NOT NULL REFERENCES app_shop.customers ON DELETE CASCADE, "Odd ""Name" text);
-    CREATE TABLE app_shop.log (said text);
-    CREATE INDEX log_said ON app_shop.log (said);
+    CREATE TABLE app_shop.log (message text);
+    CREATE INDEX log_said ON app_shop.log (message);
     ALTER TABLE app_shop.customers OWNER TO app_shop; ALTER TABLE app_shop.orders OWNER TO app_shop;
     ALTER TABLE app_shop.log OWNER TO app_shop;
     INSERT INTO app_shop.customers (email, mood, moods, doc, more, raw, price)
@@ -247,7 +247,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
         "side.committed",
         "side.told",
     ];
-    for point in svc::host::snapshots::backup::SIDE_POINTS {
+    for point in svc::host::snapshots::backup::SIDE_FAILPOINTS {
         let kill = format!("{point}=return(kill)");
         if *point == "side.dropped" {
             request_side(json!({"action": "close"}))?;
@@ -324,7 +324,7 @@ async fn killed_command_is_completed() -> Result<()> {
 
 /// Names in triggers resolve as in every other session.
 #[tokio::test]
-async fn triggers_of_the_owner_find_their_tables() -> Result<()> {
+async fn owner_triggers_resolve_their_tables() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let client = machine.client().await?;
@@ -332,9 +332,9 @@ async fn triggers_of_the_owner_find_their_tables() -> Result<()> {
         .batch_execute(
             "CREATE TABLE noted (what text);
              CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS
-                 $$ BEGIN INSERT INTO noted VALUES (TG_OP || ' ' || upper(NEW.said)); RETURN NEW; END $$;
+                 $$ BEGIN INSERT INTO noted VALUES (TG_OP || ' ' || upper(NEW.message)); RETURN NEW; END $$;
              CREATE TRIGGER noted AFTER INSERT ON app_shop.log FOR EACH ROW EXECUTE FUNCTION note();
-             DELETE FROM app_shop.log WHERE said = 'line 7'",
+             DELETE FROM app_shop.log WHERE message = 'line 7'",
         )
         .await?;
     side(&machine, &["copy", "app_shop.log", "--mode", "replace", "--no-backup"])?.expect(0);

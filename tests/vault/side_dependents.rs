@@ -16,7 +16,7 @@ const MORE: &str = "
     ALTER VIEW app_shop.totals OWNER TO app_shop; GRANT SELECT ON app_shop.totals TO reader;
     CREATE VIEW app_shop.best AS SELECT * FROM app_shop.totals WHERE orders > 3;
     CREATE MATERIALIZED VIEW app_shop.mails AS SELECT email FROM app_shop.customers;
-    CREATE VIEW app_shop.mixed AS SELECT c.email, l.said FROM app_shop.customers c, app_shop.log l;
+    CREATE VIEW app_shop.mixed AS SELECT c.email, l.message FROM app_shop.customers c, app_shop.log l;
     CREATE STATISTICS app_shop.moods (dependencies) ON mood, price FROM app_shop.customers;
     ALTER STATISTICS app_shop.moods OWNER TO app_shop;
     CREATE FUNCTION app_shop.first_customer() RETURNS app_shop.customers LANGUAGE sql
@@ -83,7 +83,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
 }
 
 #[tokio::test]
-async fn dependents_that_cannot_be_recreated_are_named() -> Result<()> {
+async fn unrecreatable_dependents_are_reported() -> Result<()> {
     let store = machine::store()?;
     let machine = dropped(&store).await?;
     let harm = "INSERT INTO app_shop.orders (customer) VALUES (99999); DROP TABLE app_shop.log;

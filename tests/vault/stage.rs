@@ -127,7 +127,7 @@ impl Stage {
 
     pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<Ended> {
         let running = self.spawn_with(words, failpoints)?;
-        tokio::task::spawn_blocking(move || running.end()).await?
+        tokio::task::spawn_blocking(move || running.wait()).await?
     }
 
     pub fn spawn(&self, words: &[&str]) -> Result<Running> {

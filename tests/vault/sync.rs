@@ -8,18 +8,18 @@ use serde_json::{Value, json};
 use svc::store::meta::VpsMeta;
 
 use super::machine::{self, BUCKET, Ended, Machine, Running, USER, until};
-use super::platform::{Answer, Platform, gateway};
+use super::platform::{Platform, ScriptedResponse, gateway};
 
-fn alive() -> Answer {
+fn alive() -> ScriptedResponse {
     let keys = json!({ "keys": [{ "kid": "second", "x": "BBBB" }] });
-    Answer::Json(
+    ScriptedResponse::Json(
         200,
         json!({ "desiredImageVersion": "1.0.0", "epoch": 3, "superseded": false, "proofKeys": keys, "newer": 1 }),
     )
 }
 
-async fn end(running: Running) -> Result<Ended> {
-    tokio::task::spawn_blocking(move || running.end()).await?
+async fn wait_for_exit(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 #[tokio::test]
@@ -36,7 +36,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     let meta_key = format!("{USER}/primary/system/vps-meta.json");
     until("the metadata", || store.read(BUCKET, &meta_key).is_some()).await?;
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
 
     let calls = platform.calls();
     assert_eq!(calls[0].path, format!("/vps/{}/heartbeat", machine.id));
@@ -64,22 +64,22 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
 #[tokio::test]
 async fn replaced_machine_stops() -> Result<()> {
     let store = machine::store()?;
-    let answers = [
-        Answer::Json(
+    let responses = [
+        ScriptedResponse::Json(
             200,
             json!({ "desiredImageVersion": "1.0.0", "epoch": 4, "superseded": true, "proofKeys": { "keys": [] } }),
         ),
-        Answer::Json(403, json!({ "code": "superseded", "detail": "another machine" })),
+        ScriptedResponse::Json(403, json!({ "code": "superseded", "detail": "another machine" })),
     ];
-    for answer in answers {
-        let platform = Platform::start(answer).await?;
+    for response in responses {
+        let platform = Platform::start(response).await?;
         let machine = Machine::new(&store, 3).await?;
         platform.configure(&machine)?;
-        let ended = end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
+        let ended = wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
         assert!(ended.stderr.contains("taken this one's place"), "{}", ended.stderr);
         let note: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
         assert_eq!(note["mine"], 3);
-        end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);
+        wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);
         assert_eq!(platform.calls().len(), 1, "no heartbeat follows");
     }
     Ok(())
@@ -88,13 +88,13 @@ async fn replaced_machine_stops() -> Result<()> {
 #[tokio::test]
 async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
     let store = machine::store()?;
-    let platform = Platform::start(Answer::Json(503, json!({}))).await?;
+    let platform = Platform::start(ScriptedResponse::Json(503, json!({}))).await?;
     platform.next([
         alive(),
-        Answer::Json(200, json!({ "superseded": false, "proofKeys": { "keys": [] } })),
-        Answer::Lost,
-        Answer::Json(403, json!({ "code": "forbidden" })),
-        Answer::Json(401, json!({})),
+        ScriptedResponse::Json(200, json!({ "superseded": false, "proofKeys": { "keys": [] } })),
+        ScriptedResponse::Lost,
+        ScriptedResponse::Json(403, json!({ "code": "forbidden" })),
+        ScriptedResponse::Json(401, json!({})),
     ]);
     let machine = Machine::new(&store, 3).await?;
     platform.configure(&machine)?;
@@ -107,7 +107,7 @@ async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
     let last: Value = serde_json::from_str(&platform.calls()[5].body)?;
     assert_eq!(last["health"], json!({ "gateway": "failing", "database": "ok" }));
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     Ok(())
 }
 
@@ -132,7 +132,7 @@ async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
         })
         .await?;
         running.signal(Signal::SIGTERM)?;
-        end(running).await?.expect(0);
+        wait_for_exit(running).await?.expect(0);
         let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
         assert_eq!(meta.epoch.0, expected);
     }
@@ -143,7 +143,7 @@ async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
 async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let store = machine::store()?;
     let asked_for_by = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
-    let platform = Platform::start(Answer::Json(200, asked_for_by("rollout-one"))).await?;
+    let platform = Platform::start(ScriptedResponse::Json(200, asked_for_by("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
@@ -177,7 +177,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
     assert_eq!((&beat["lastUpdate"], &beat["updating"]), (&last, &json!(false)));
     // The next rollout of the same release is a new request.
-    platform.next([Answer::Json(200, asked_for_by("rollout-two"))]);
+    platform.next([ScriptedResponse::Json(200, asked_for_by("rollout-two"))]);
     until("the other request", || request.exists()).await?;
     let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
     assert_eq!(
@@ -185,7 +185,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
         (&json!("2.0.0"), &json!("rollout-two"))
     );
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     Ok(())
 }
 
@@ -193,7 +193,8 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
 #[tokio::test]
 async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     let store = machine::store()?;
-    let platform = Platform::start(Answer::Json(200, json!({ "epoch": 5, "superseded": false }))).await?;
+    let platform =
+        Platform::start(ScriptedResponse::Json(200, json!({ "epoch": 5, "superseded": false }))).await?;
     let machine = Machine::in_use(&store, 3).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     let bucket = machine::bucket(&store)?;
@@ -210,13 +211,13 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     platform.configure(&machine)?;
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     until("two heartbeats", || platform.calls().len() >= 2).await?;
-    platform.next([Answer::Json(200, json!({ "epoch": 4, "superseded": false }))]);
+    platform.next([ScriptedResponse::Json(200, json!({ "epoch": 4, "superseded": false }))]);
     let before = platform.calls().len();
     until("more heartbeats", || platform.calls().len() >= before + 3).await?;
     let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
     assert_eq!(beat["epoch"], 5);
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(0);
     let snapshot =
         machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
@@ -226,11 +227,11 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
 
 /// Writers resume only after a response to a heartbeat from after the quiesce that names another operation.
 #[tokio::test]
-async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> {
+async fn writers_resume_when_response_names_another_operation() -> Result<()> {
     let store = machine::store()?;
     let operation = svc::machine::id::OperationId::new();
     let named = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });
-    let platform = Platform::start(Answer::Json(200, named)).await?;
+    let platform = Platform::start(ScriptedResponse::Json(200, named)).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
@@ -240,14 +241,14 @@ async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> 
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     until("three heartbeats", || platform.calls().len() >= 3).await?;
     assert!(layout.quiesce().exists(), "the platform still names the operation");
-    platform.next([Answer::Json(500, json!({})), Answer::Lost]);
+    platform.next([ScriptedResponse::Json(500, json!({})), ScriptedResponse::Lost]);
     let before = platform.calls().len();
     until("more heartbeats", || platform.calls().len() >= before + 3).await?;
     assert!(layout.quiesce().exists(), "a missing response does not end the operation");
-    platform.next([Answer::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
+    platform.next([ScriptedResponse::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
     until("writers resume", || !layout.quiesce().exists()).await?;
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     Ok(())
 }
 
@@ -268,12 +269,12 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     until("five heartbeats", || platform.calls().len() >= 5).await?;
     assert_eq!(writes(), 1, "the metadata is unchanged");
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
-    platform.next((0..60).map(|_| Answer::Lost));
+    platform.next((0..60).map(|_| ScriptedResponse::Lost));
     let lock = svc::host::system::quiesce::lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
     until("the change", || writes() == 2).await?;
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     let key = format!("{USER}/primary/system/vps-meta.json");
     let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
     assert_eq!((meta.provider_server_id.as_deref(), meta.status.as_str()), (Some("4711"), "quiesced"));

@@ -26,8 +26,8 @@ struct Scene {
 impl Scene {
     async fn setup() -> Result<Self> {
         let platform = Stack::start().await;
-        let process = platform.platform_with(&OVERLAP);
-        let guest = platform.running(&process, "user_1").await;
+        let process = platform.start_platform_with(&OVERLAP);
+        let guest = platform.start_machine(&process, "user_1").await;
         let store = machine::store()?;
         let host = Stage::on(Machine::in_use(&store, 1).await?).await?;
         store.down();
@@ -45,8 +45,8 @@ impl Scene {
 
     async fn request_rotation(&self) {
         let path = format!("/vps/{}/rotate-token", self.guest.machine);
-        let answer = self.platform.post(&self.process, &path, &json!({})).await;
-        assert_eq!(answer.status, 200, "{answer:?}");
+        let response = self.platform.post(&self.process, &path, &json!({})).await;
+        assert_eq!(response.status, 200, "{response:?}");
     }
 
     async fn record(&self) -> Value {
@@ -59,7 +59,7 @@ impl Scene {
         let check = || async { is_wanted(&self.record().await).then_some(()) };
         self.platform.eventually(what, check).await;
         agent.signal(Signal::SIGTERM)?;
-        tokio::task::spawn_blocking(move || agent.end()).await??.expect(0);
+        tokio::task::spawn_blocking(move || agent.wait()).await??.expect(0);
         Ok(())
     }
 
@@ -73,8 +73,8 @@ impl Scene {
         let path = format!("/vps/{}/storage-credentials", self.guest.machine);
         let check = || async {
             let call = self.platform.request(&self.process, Method::POST, &path);
-            let answer = self.platform.send(call.bearer_auth(&self.guest.upgrade_token)).await;
-            (answer.status == 401).then_some(())
+            let response = self.platform.send(call.bearer_auth(&self.guest.upgrade_token)).await;
+            (response.status == 401).then_some(())
         };
         self.platform.eventually("the first token ends", check).await;
     }

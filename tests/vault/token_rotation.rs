@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use super::machine::{self, Ended, Machine, Running, until};
-use super::platform::{Answer, Platform};
+use super::platform::{Platform, ScriptedResponse};
 
 const FILE: &str = "var/lib/svc/upgrade-token.json";
 
@@ -17,12 +17,12 @@ fn token(machine: &Machine, generation: u32) -> String {
     format!("svcu_{}_{counted}{}", machine.id.0.simple(), "a".repeat(64))
 }
 
-fn offers(token: &str) -> Answer {
-    Answer::Json(200, json!({ "superseded": false, "nextToken": token }))
+fn offers(token: &str) -> ScriptedResponse {
+    ScriptedResponse::Json(200, json!({ "superseded": false, "nextToken": token }))
 }
 
-async fn end(running: Running) -> Result<Ended> {
-    tokio::task::spawn_blocking(move || running.end()).await?
+async fn wait_for_exit(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 /// A machine whose first token has the real format.
@@ -44,14 +44,14 @@ const EACH_SECOND: (&str, &str) = ("HEARTBEAT_SECONDS", "1");
 
 #[tokio::test]
 async fn next_token_is_stored_privately_and_used() -> Result<()> {
-    let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
+    let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
     let machine = machine_of(&platform).await?;
     let (first, second) = (token(&machine, 1), token(&machine, 2));
     platform.next([offers(&second)]);
     let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
     until("two heartbeats", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
-    let ended = end(running).await?.expect(0);
+    let ended = wait_for_exit(running).await?.expect(0);
     assert_eq!((sent(&platform, 0), sent(&platform, 1)), (first, second.clone()));
     assert_eq!(fs::metadata(machine.path(FILE))?.mode() & 0o777, 0o600);
     assert!(!ended.stderr.contains("svcu_"), "a token is in the log: {}", ended.stderr);
@@ -60,26 +60,26 @@ async fn next_token_is_stored_privately_and_used() -> Result<()> {
     let running = machine.spawn(&["svc-sync-agent"], &[])?;
     until("a heartbeat", || platform.calls().len() > before).await?;
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     assert_eq!(sent(&platform, before), second);
     Ok(())
 }
 
 #[tokio::test]
-async fn agent_killed_while_it_stores_a_token_keeps_one_that_works() -> Result<()> {
-    for (point, expected) in svc::host::system::upgrade_token::POINTS.iter().copied().zip([1, 2]) {
-        let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
+async fn agent_killed_while_storing_token_keeps_valid_one() -> Result<()> {
+    for (point, expected) in svc::host::system::upgrade_token::FAILPOINTS.iter().copied().zip([1, 2]) {
+        let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
         let machine = machine_of(&platform).await?;
         platform.next([offers(&token(&machine, 2))]);
         let kill = format!("{point}=return(kill)");
         let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND, ("FAILPOINTS", &kill)])?;
-        let ended = end(running).await?;
+        let ended = wait_for_exit(running).await?;
         assert!(ended.stderr.len() < 100_000);
         assert_eq!(platform.calls().len(), 1, "{point}: killed before the second heartbeat");
         let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
         until("a heartbeat", || platform.calls().len() >= 2).await?;
         running.signal(Signal::SIGTERM)?;
-        end(running).await?.expect(0);
+        wait_for_exit(running).await?.expect(0);
         assert_eq!(sent(&platform, 1), token(&machine, expected), "{point}");
     }
     Ok(())
@@ -87,15 +87,15 @@ async fn agent_killed_while_it_stores_a_token_keeps_one_that_works() -> Result<(
 
 #[tokio::test]
 async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
-    let alive = || Answer::Json(200, json!({ "superseded": false }));
+    let alive = || ScriptedResponse::Json(200, json!({ "superseded": false }));
     let platform = Platform::start(alive()).await?;
     let machine = machine_of(&platform).await?;
     let (first, second) = (token(&machine, 1), token(&machine, 2));
-    platform.next([offers(&second), Answer::Json(401, json!({"code": "unauthorized"}))]);
+    platform.next([offers(&second), ScriptedResponse::Json(401, json!({"code": "unauthorized"}))]);
     let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
     until("four heartbeats", || platform.calls().len() >= 4).await?;
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     let sent: Vec<String> = (0..4).map(|nth| sent(&platform, nth)).collect();
     assert_eq!(sent, [first.clone(), second, first.clone(), first]);
     Ok(())
@@ -104,7 +104,7 @@ async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
 /// The updater has written the current token to `host.env` for the release that it switches to.
 #[tokio::test]
 async fn no_token_is_adopted_during_an_update() -> Result<()> {
-    let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
+    let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
     let machine = machine_of(&platform).await?;
     fs::create_dir_all(machine.path("var/lib/svc/update"))?;
     fs::write(machine.path("var/lib/svc/update/journal.json"), "{}")?;
@@ -113,7 +113,7 @@ async fn no_token_is_adopted_during_an_update() -> Result<()> {
     until("two heartbeats", || platform.calls().len() >= 2).await?;
     assert!(!machine.path(FILE).exists());
     running.signal(Signal::SIGTERM)?;
-    end(running).await?.expect(0);
+    wait_for_exit(running).await?.expect(0);
     assert_eq!(sent(&platform, 1), token(&machine, 1));
     Ok(())
 }

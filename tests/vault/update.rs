@@ -27,7 +27,7 @@ fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
 /// Runs on another thread, because the test's runtime serves the bundle.
 async fn boot(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
     let running = machine.spawn(&["svc-update", "boot"], extra)?;
-    tokio::task::spawn_blocking(move || running.end()).await?
+    tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 fn assert_current(machine: &Machine) -> Result<()> {
@@ -101,7 +101,7 @@ async fn source_without_range_is_read_from_the_start() -> Result<()> {
     let running = machine.spawn(&["svc-update", "boot"], &[])?;
     super::machine::until("a second try", || source.requests().len() >= 2).await?;
     wire.heal();
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     assert_current(&machine)
 }
 
@@ -118,7 +118,7 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn nothing_is_switched_for_wrong_bytes() -> Result<()> {
+async fn wrong_digest_does_not_switch_releases() -> Result<()> {
     let (source, digest) = source().await?;
     let wrong = machine(source.addr, &"ab".repeat(32))?;
     let ended = boot(&wrong, &[]).await?.expect(70);
@@ -141,7 +141,7 @@ async fn nothing_is_switched_for_wrong_bytes() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_token_goes_to_the_platform_alone() -> Result<()> {
+async fn token_is_sent_only_to_the_platform() -> Result<()> {
     let (source, digest) = source().await?;
     let elsewhere = machine(source.addr, &digest)?;
     boot(&elsewhere, &[]).await?.expect(0);
@@ -158,7 +158,7 @@ async fn the_token_goes_to_the_platform_alone() -> Result<()> {
 #[tokio::test]
 async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
     let (source, digest) = source().await?;
-    for point in svc::host::update::POINTS {
+    for point in svc::host::update::FAILPOINTS {
         let machine = machine(source.addr, &digest)?;
         let kill = format!("{point}=return(kill)");
         boot(&machine, &[("FAILPOINTS", &kill)]).await?.expect_killed();
@@ -176,7 +176,7 @@ async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
 #[tokio::test]
 async fn failed_step_leaves_no_partial_release() -> Result<()> {
     let (source, digest) = source().await?;
-    for point in svc::host::update::POINTS {
+    for point in svc::host::update::FAILPOINTS {
         let machine = machine(source.addr, &digest)?;
         let error = format!("{point}=return(error)");
         let code = boot(&machine, &[("FAILPOINTS", &error)]).await?.code;

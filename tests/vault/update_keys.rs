@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use futures_util::StreamExt;
 use kit::bundle::{KeySet, SigningKey};
 use serde_json::{Value, json};
-use svc::host::update::{KEY_POINTS, ROLLBACK_POINTS};
+use svc::host::update::{KEY_FAILPOINTS, ROLLBACK_FAILPOINTS};
 
 use super::machine::Ended;
 use super::stage::{NEW, OLD, Published, Stage, key};
@@ -183,7 +183,7 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         stage.request_update(NEW)?;
         let kill = format!("{point}=return(kill)");
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
-        let is_adopted = KEY_POINTS[1..].contains(&point) || point == "update.outcome_told";
+        let is_adopted = KEY_FAILPOINTS[1..].contains(&point) || point == "update.outcome_told";
         let there = if is_adopted { expected("1", &[new]) } else { expected("", &[old]) };
         assert_eq!(trusted(&stage)?, there, "{point}: neither before it is well nor half of it");
         // The next release is verified in the run that completes this one.
@@ -196,7 +196,7 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         assert_eq!(outcomes, ["updated", "updated"], "{point}");
         anyhow::Ok(())
     };
-    let points = KEY_POINTS.iter().copied().chain([
+    let points = KEY_FAILPOINTS.iter().copied().chain([
         "update.believed",
         "update.activating",
         "update.well",
@@ -224,7 +224,7 @@ async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
         assert_eq!(trusted(&stage)?, expected("", &[old]), "{point}");
         anyhow::Ok(())
     };
-    let all: Vec<_> = ROLLBACK_POINTS.iter().copied().map(one).collect();
+    let all: Vec<_> = ROLLBACK_FAILPOINTS.iter().copied().map(one).collect();
     let ends: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
     ends.into_iter().collect()
 }

@@ -36,7 +36,7 @@ fn waiting(stage: &Stage) -> Option<Value> {
 }
 
 #[tokio::test]
-async fn update_makes_a_snapshot_before_the_switch() -> Result<()> {
+async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
     // An earlier snapshot does not count.
@@ -67,7 +67,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     .await?;
     let table = stage.run(&["status"], None).await?.expect(0).stdout;
     assert!(table.contains("waits for a snapshot since"), "{table}");
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(70);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(70);
     stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
@@ -92,7 +92,7 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
         std::path::Path::new("releases").join(OLD)
     );
     fs::write(stage.machine.path("back"), "")?;
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     stage.assert_running(NEW)?;
     assert!(machine::pointer(&store).await?.is_some_and(|pointer| pointer.snapshot.is_some()));
     Ok(())
@@ -108,7 +108,7 @@ async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
     until("the wait", || waiting(&stage).is_some()).await?;
     let words = ["apply", "--version", NEW, "--without-snapshot"];
     stage.run(&words, None).await?.expect(0);
-    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     stage.assert_running(NEW)?;
     assert!(machine::pointer(&store).await?.is_none(), "no snapshot was taken");
     // The request applied only to this update.

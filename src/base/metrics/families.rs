@@ -46,7 +46,7 @@ macro_rules! families {
 families! {
     HTTP_REQUESTS: Counters<4> = "svc_http_requests_total",
         ["listener", "method", "route", "status"], on Everywhere,
-        "Requests answered, by listener, method, route template and status class.";
+        "Requests handled, by listener, method, route template and status class.";
     HTTP_DURATION: Durations<2> = "svc_http_request_duration_seconds", ["listener", "route"], on Everywhere,
         "Time to the head of the response, without the rest of a streamed body.";
     DISPATCHES: Counters<1> = "svc_dispatches_total", ["outcome"], on Host,
@@ -80,7 +80,7 @@ families! {
     RETENTION_DELETED: Counters<1> = "svc_retention_deleted_total", ["table"], on Platform,
         "Rows that the reconciler deleted after their retention, by table.";
     OPERATIONS_UNKNOWN: Gauges<0> = "svc_operations_unknown", [], on Platform,
-        "Operations in progress whose kind or step this release does not know. A process of a newer \
+        "Operations in progress whose kind or step this release does not support. A process of a newer \
          release runs them.";
     ALARMS: Gauges<1> = "svc_alarms", ["alarm"], on Platform,
         "Alarms that `svcctl fleet` shows: 1 while the alarm is raised, by name.";

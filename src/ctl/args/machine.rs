@@ -97,7 +97,7 @@ pub struct Provision {
     /// Create a preview machine, which is not billed
     #[arg(long)]
     pub preview: bool,
-    /// Continue even if the host of a failed machine cannot make a last backup: changes that are in no snapshot are lost
+    /// Continue even if the host of a failed machine cannot make a final backup: changes that are in no snapshot are lost
     /// with its server
     #[arg(long)]
     pub accept_loss: bool,
@@ -150,7 +150,7 @@ pub struct Recover {
     /// Restore this snapshot instead of the latest: its key, as shown by `svcctl backup list`
     #[arg(long, value_name = "KEY")]
     pub snapshot: Option<String>,
-    /// Continue even if the old host cannot make a last backup: changes that are in no snapshot are lost with its server
+    /// Continue even if the old host cannot make a final backup: changes that are in no snapshot are lost with its server
     #[arg(long)]
     pub accept_loss: bool,
     /// Delete the old server before creating the new one, for a provider quota of one server. If the new machine does
@@ -206,10 +206,10 @@ pub struct Fail {
 pub struct Delete {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
-    /// Delete its server right after the last backup, instead of keeping it for `undelete`
+    /// Delete its server right after the final backup, instead of keeping it for `undelete`
     #[arg(long)]
     pub now: bool,
-    /// Continue even if its host cannot make a last backup: changes that are in no snapshot are lost with its server
+    /// Continue even if its host cannot make a final backup: changes that are in no snapshot are lost with its server
     #[arg(long)]
     pub accept_loss: bool,
     /// Skip the confirmation

@@ -124,8 +124,8 @@ pub enum Command {
     Alarm(AlarmCommand),
     /// Replace the machine of a slot, restoring its latest snapshot
     #[command(
-        after_help = "The old host stops its writers and takes a last backup. Its server is powered off, and is deleted \
-only when the new machine has proven healthy; if the recovery fails before that, the old machine serves again. If the old \
+        after_help = "The old host stops its writers and takes a final backup. Its server is powered off, and is deleted \
+only when the new machine is healthy; if the recovery fails before that, the old machine serves again. If the old \
 host responds but cannot make the backup, the operation waits for your decision. To undo a recovery before its new machine \
 has registered: `svcctl operation abandon OPERATION_ID`.\n\n\
 Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
@@ -151,9 +151,9 @@ service if its host is healthy. A machine that has not served yet is abandoned: 
 the slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
     )]
     Fail(Fail),
-    /// Delete a machine after a last backup; its server is kept for a grace period, its snapshots stay
+    /// Delete a machine after a final backup; its server is kept for a grace period, its snapshots stay
     #[command(
-        after_help = "If its host responds but cannot make the last backup, the deletion waits for your decision. The server \
+        after_help = "If its host responds but cannot make the final backup, the deletion waits for your decision. The server \
 is powered off and kept for the platform's DELETE_GRACE_SECONDS: until then `svcctl undelete` restores the machine.\n\n\
 Example: svcctl delete ada --wait"
     )]

@@ -30,7 +30,7 @@ pub enum OperationCommand {
     },
     /// Answer the question of a waiting operation: retry, or continue and accept the loss
     #[command(
-        after_help = "Without an option the last backup is retried. First fix the problem on the host, or accept the held \
+        after_help = "Without an option the final backup is retried. First fix the problem on the host, or accept the held \
 snapshot (`svcctl backup accept`).\n\n\
 With --accept-loss the operation continues. The question says since when changes exist only on the old server. They are \
 lost when the old server is deleted; until then the server is kept, powered off.\n\n\

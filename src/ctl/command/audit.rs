@@ -42,21 +42,21 @@ async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Out) -> Result<
     // Entries older than the first page are not new.
     let oldest = first.entries.last().map(|entry| entry.at);
     let mut window = Window { since: args.since, ..Window::default() };
-    let mut began = Instant::now();
-    let mut entries = window.take(first.entries, began);
+    let mut started = Instant::now();
+    let mut entries = window.take(first.entries, started);
     for number in 0_usize.. {
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
             show(entry, out)?;
         }
         let reach = if number % POLLS_PER_FULL_READ == 0 { Reach::All } else { Reach::UntilKnown };
         if number == 0 {
-            window.advance(began);
+            window.advance(started);
         }
         tokio::time::sleep(FOLLOW_INTERVAL).await;
-        began = Instant::now();
+        started = Instant::now();
         entries = appeared_in_time(api, args, &mut window, reach).await?;
         if reach == Reach::All {
-            window.advance(began);
+            window.advance(started);
         }
     }
     Ok(())
@@ -122,7 +122,7 @@ async fn appeared_in_time(
     window: &mut Window,
     reach: Reach,
 ) -> Result<Vec<Entry>, Failure> {
-    let began = Instant::now();
+    let started = Instant::now();
     let mut is_said = false;
     loop {
         let mut next = window.clone();
@@ -134,7 +134,7 @@ async fn appeared_in_time(
                 }
                 return Ok(entries);
             }
-            Err(error) if error.is_transient() && began.elapsed() < OUTAGE_TIMEOUT => {
+            Err(error) if error.is_transient() && started.elapsed() < OUTAGE_TIMEOUT => {
                 if !std::mem::replace(&mut is_said, true) {
                     eprintln!("still following: {}", error.brief());
                 }

@@ -18,7 +18,7 @@ use crate::interrupt;
 use crate::out::{Out, print};
 use crate::progress::Progress;
 use crate::show::View;
-use crate::show::backup::{list, one};
+use crate::show::backup::{details, list};
 use crate::show::machine::waiting_operation;
 use crate::show::operation::HELD_BACK;
 use crate::wait;
@@ -117,7 +117,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
                     print(&if out.json {
                         format!("{}\n", backup.json)
                     } else {
-                        one(&View::of_stdout(), &backup.backup)
+                        details(&View::of_stdout(), &backup.backup)
                     })
                 }
             }
@@ -157,7 +157,7 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Out) -> Resul
 }
 
 /// The active machine: the platform knows which machine it replaces. Otherwise the deleted machine whose operation has a
-/// question about its last backup.
+/// question about its final backup.
 async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
     if let Some(id) = active_id(api, target).await? {
         return Ok(api.get(&["vps", &id], &[]).await?.read()?);
@@ -225,7 +225,7 @@ fn print_backup(
     text: impl FnOnce(String) -> String,
 ) -> Result<(), Failure> {
     if !out.json {
-        return print(&text(one(&View::of_stdout(), backup)));
+        return print(&text(details(&View::of_stdout(), backup)));
     }
     let mut all = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
     if let (Some(all), Value::Object(more)) = (all.as_object_mut(), more) {

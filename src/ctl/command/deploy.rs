@@ -121,7 +121,7 @@ async fn until_ended(
                     let rollout: Rollout = response.read()?;
                     (response, rollout)
                 }
-                // The rollout continues meanwhile.
+                // The rollout continues in the meantime.
                 Err(error) if error.is_transient() => return Ok(None),
                 Err(error) => return Err(error.into()),
             },

@@ -13,7 +13,7 @@ use crate::progress::Progress;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::FileError;
 use svc_base::partial::Partial;
-use svc_base::quantity::size;
+use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};
 
@@ -134,8 +134,8 @@ impl Sink {
                 Err(ReadError::Transient(error)) => {
                     attempts = if self.length() > before { 1 } else { attempts + 1 };
                     if attempts >= MAX_ATTEMPTS {
-                        let whole = size(backup.size_bytes);
-                        let error = anyhow!("{error}; received {} of {whole}", size(self.length()));
+                        let whole = format_bytes(backup.size_bytes);
+                        let error = anyhow!("{error}; received {} of {whole}", format_bytes(self.length()));
                         return Err(Failure::new(Exit::Unavailable, error));
                     }
                     tokio::time::sleep(RETRY_INTERVAL).await;

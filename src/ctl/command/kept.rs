@@ -51,7 +51,7 @@ async fn undelete_active(api: &ApiClient, target: &Target) -> Result<Option<ApiR
 pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Failure> {
     let machine = super::machine::find(api, &args.machine).await?;
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
-    out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
 }
 
 pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Failure> {

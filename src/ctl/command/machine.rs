@@ -96,7 +96,7 @@ pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure>
     }
     let body = json!({"reason": args.reason});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
-    out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
 }
 
 pub async fn delete(api: &ApiClient, args: Delete, out: &Out) -> Result<(), Failure> {
@@ -126,7 +126,7 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<
     let machine = find(api, &target).await?;
     let path = ["vps", machine.machine_id.as_str(), "rotate-token"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
 }
 
 /// Prints the accepted request, or with `--wait` its result.
@@ -140,7 +140,7 @@ pub async fn finish(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Ou
     }
     if accepted.is_off_already() {
         let response = api.get(&["vps", &accepted.machine_id], &[]).await?;
-        return out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)));
+        return out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)));
     }
     let within = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
@@ -150,7 +150,7 @@ pub async fn finish(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Ou
     if let Some(also) = &accepted.also_deleted {
         wait::until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, within).await?;
     }
-    out.print_response(&response, |view| Ok(shown::one(view, &machine)))
+    out.print_response(&response, |view| Ok(shown::details(view, &machine)))
 }
 
 pub async fn list(api: &ApiClient, args: List, out: &Out) -> Result<(), Failure> {
@@ -176,7 +176,7 @@ pub async fn status(api: &ApiClient, machine: &Target, out: &Out) -> Result<(), 
     }
     let machine: MachineDetail = response.read()?;
     let left_times = left_times(api, &machine).await?;
-    out.print_response(&response, |view| Ok(shown::one_with_left_times(view, &machine, &left_times)))
+    out.print_response(&response, |view| Ok(shown::details_with_left_times(view, &machine, &left_times)))
 }
 
 /// When the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.

@@ -30,7 +30,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
             if wait.wait.is_some() {
                 return show(api, operation, wait, out).await;
             }
-            out.print_response(&response, |view| Ok(operation::one(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(operation::details(view, &response.read()?)))
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
             // The note is optional, so an error is ignored.
@@ -51,9 +51,9 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
                 let under_way = under_way.map(|operation| operation.operation_id.as_str());
                 let (response, machine) =
                     wait::until_settled(api, &subject.machine_id, under_way, Goal::Service, within).await?;
-                return out.print_response(&response, |view| Ok(shown::one(view, &machine)));
+                return out.print_response(&response, |view| Ok(shown::details(view, &machine)));
             }
-            out.print_response(&response, |view| Ok(operation::one(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(operation::details(view, &response.read()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
         (None, None) => Err(Failure::new(Exit::Usage, anyhow!("an operation's id is missing"))),
@@ -118,5 +118,5 @@ async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Out) -> Result
         response = api.get(&path, &[]).await?;
         operation = response.read()?;
     }
-    out.print_response(&response, |view| Ok(operation::one(view, &operation)))
+    out.print_response(&response, |view| Ok(operation::details(view, &operation)))
 }

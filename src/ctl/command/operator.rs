@@ -95,7 +95,7 @@ fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Resu
         ExistingFile::Replaced => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
         ExistingFile::Kept => ensure!(
             fsx::create_atomic(file, content.as_bytes(), 0o600)?,
-            "{} was created by another program meanwhile",
+            "{} was created by another program in the meantime",
             file.display()
         ),
     }

@@ -4,14 +4,14 @@ use crate::args::{Delete, Discard, Fail, Provision, Recover, Target};
 use crate::show::operation::kind_noun;
 use svc_wire::machine::MachineDetail;
 
-const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot make the last backup, changes that are in no snapshot are lost with its server.";
+const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot make the final backup, changes that are in no snapshot are lost with its server.";
 const LOSS_QUESTION: &str =
-    "If the host responds but cannot make the last backup, the operation waits for your decision.";
+    "If the host responds but cannot make the final backup, the operation waits for your decision.";
 
 /// The risk of replacing a slot's machine.
 pub fn recovery_risk(args: &Recover) -> String {
     let mut lines = vec![format!(
-        "This replaces the machine of {} (slot {}). Its host takes a last backup first.",
+        "This replaces the machine of {} (slot {}). Its host takes a final backup first.",
         args.user, args.slot
     )];
     lines.extend(args.snapshot.as_ref().map(|key| {
@@ -23,7 +23,7 @@ pub fn recovery_risk(args: &Recover) -> String {
          no server, and snapshots are the only copy."
             .to_owned()
     } else {
-        "The old server is powered off and kept until the new machine has proven healthy; if the recovery fails before \
+        "The old server is powered off and kept until the new machine is healthy; if the recovery fails before \
          that, it serves again."
             .to_owned()
     });
@@ -53,7 +53,7 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
             "Its server is kept, even with --now, until `svcctl discard` with --accept-loss."
         };
         return format!(
-            "This deletes machine {}. It is off, so its host cannot take a last backup; its snapshots stay.\n{kept}",
+            "This deletes machine {}. It is off, so its host cannot take a final backup; its snapshots stay.\n{kept}",
             args.machine
         );
     }
@@ -69,7 +69,7 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
         )
     };
     let what = format!(
-        "This deletes machine {}. Its host takes a last backup first; its snapshots stay.",
+        "This deletes machine {}. Its host takes a final backup first; its snapshots stay.",
         args.machine
     );
     let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION };
@@ -91,7 +91,7 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
         ),
         format!("- {new}, the new one, which has not served yet: its server is deleted."),
         format!(
-            "- {old}, the old one: its host takes a last backup, then its server is powered off and kept for the \
+            "- {old}, the old one: its host takes a final backup, then its server is powered off and kept for the \
              platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` restores it."
         ),
         if accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned(),

@@ -8,7 +8,7 @@ use svc_base::diagnosis::Findings;
 
 const JOURNAL_HINT: &str = "journalctl -u svc-gateway -n 50 on the host";
 
-pub async fn health(site: &Site) -> Findings {
+pub async fn check_health(site: &Site) -> Findings {
     let findings = Findings::new("gateway-health");
     let response = match site.get(&site.url("/readyz"), "application/json").await {
         Ok(response) => response,
@@ -23,13 +23,13 @@ pub async fn health(site: &Site) -> Findings {
 }
 
 /// Fetches the database server that the gateway is connected to, which it reports only on the trusted socket.
-pub async fn database_server(site: &Site) -> Option<String> {
+pub async fn fetch_database_server(site: &Site) -> Option<String> {
     let response = site.get(&site.url("/readyz"), "application/json").await.ok()?;
     response.json()?["server"].as_str().map(str::to_owned)
 }
 
 /// Checks that the owner sees the schema of every app that declares tables.
-pub async fn schemas(site: &Site) -> Findings {
+pub async fn check_schemas(site: &Site) -> Findings {
     let findings = Findings::new("bridge-schemas");
     let query = site.post(&site.url("/api/bridge/query"), &json!({"action": "schemas"})).await;
     let apps = site.get(&site.url("/api/apps"), "application/json").await;
@@ -76,20 +76,20 @@ fn app_names(data: &Value, key: &str) -> Vec<String> {
     }
 }
 
-pub async fn legacy_route(site: &Site) -> Findings {
+pub async fn check_legacy_route(site: &Site) -> Findings {
     let findings = Findings::new("legacy-route");
     match site.get(&site.url("/api/canvas"), "application/json").await {
-        Ok(response) if response.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas answers 404"),
+        Ok(response) if response.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas returned 404"),
         Ok(response) => findings.problem(
-            format!("/api/canvas answers {}", response.status),
-            "an old gateway, or a proxy in front of it that answers instead",
+            format!("/api/canvas returned {}", response.status),
+            "an old gateway, or a proxy in front of it that responds instead",
         ),
         Err(why) => findings.problem(why, JOURNAL_HINT),
     }
 }
 
 /// Checks the icons of a missing app and of every app: each must be an image, and the same in two responses.
-pub async fn icons(site: &Site) -> Findings {
+pub async fn check_icons(site: &Site) -> Findings {
     let mut findings = Findings::new("icons");
     let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
     let mut paths = vec![missing];
@@ -114,7 +114,7 @@ async fn check_icon(site: &Site, path: &str) -> Result<(), String> {
     let first = site.get(&site.url(path), "image/*").await?;
     let second = site.get(&site.url(path), "image/*").await?;
     if !first.status.is_success() {
-        return Err(format!("it answers {}", first.status));
+        return Err(format!("it returned {}", first.status));
     }
     if !first.kind.starts_with("image/") {
         return Err(format!("it is {:?}, not an image", first.kind));

@@ -23,17 +23,17 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(), Failure> {
     let from_outside = args.app_url.is_some();
     let worst = if args.strict { Level::Skipped } else { Level::Problem };
-    let site = site(args, local)?;
+    let site = connect_site(args, local)?;
     let site = &site;
-    let mut findings = shell::check(site, CHECK_TIMEOUT).await;
+    let mut findings = shell::check_shell(site, CHECK_TIMEOUT).await;
     let checks = vec![
-        Check::new("gateway-health", CHECK_TIMEOUT, api::health(site)),
+        Check::new("gateway-health", CHECK_TIMEOUT, api::check_health(site)),
         Check::new("vps-database", CHECK_TIMEOUT, async move {
             let findings = Findings::new("vps-database");
             if from_outside {
                 return findings.skipped("the database can be checked only on the host");
             }
-            let server = api::database_server(site).await;
+            let server = api::fetch_database_server(site).await;
             match (local.own_database)(server.as_deref()) {
                 Ok(what) => findings.ok(what),
                 Err(why) => findings.problem(
@@ -42,15 +42,15 @@ pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(
                 ),
             }
         }),
-        Check::new("bridge-schemas", CHECK_TIMEOUT, api::schemas(site)),
-        Check::new("legacy-route", CHECK_TIMEOUT, api::legacy_route(site)),
-        Check::new("icons", CHECK_TIMEOUT, api::icons(site)),
+        Check::new("bridge-schemas", CHECK_TIMEOUT, api::check_schemas(site)),
+        Check::new("legacy-route", CHECK_TIMEOUT, api::check_legacy_route(site)),
+        Check::new("icons", CHECK_TIMEOUT, api::check_icons(site)),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
     report::print(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 
-fn site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure> {
+fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure> {
     let Some(base) = args.app_url else {
         let socket = args.socket.unwrap_or_else(local.gateway_socket);
         return Ok(Site::by_socket(&socket)?);

@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD_NO_PAD;
 const MAX_NAME_BYTES: usize = 300;
 
 /// The quoted names of scripts and styles in HTML or JavaScript.
-pub fn files(text: &str) -> Vec<&str> {
+pub fn script_and_style_names(text: &str) -> Vec<&str> {
     let mut found = Vec::new();
     for quote in ['"', '\'', '`'] {
         for part in text.split(quote) {
@@ -77,11 +77,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_finds_names_in_pages_and_chunks() {
+    fn script_and_style_names_finds_names_in_pages_and_chunks() {
         let page = r#"<link rel="modulepreload" href="/assets/vendor-1.js"><script type=module src='/assets/main-2.js?v=1'>"#;
-        assert_eq!(files(page), ["/assets/vendor-1.js", "/assets/main-2.js"]);
+        assert_eq!(script_and_style_names(page), ["/assets/vendor-1.js", "/assets/main-2.js"]);
         let chunk = r#"import{a}from"./chunk-3.js";const m=["assets/x.js","assets/x.css"];b=()=>import(`./lazy.mjs`);"no js.js here""#;
-        assert_eq!(files(chunk), ["./chunk-3.js", "assets/x.js", "assets/x.css", "./lazy.mjs"]);
+        assert_eq!(
+            script_and_style_names(chunk),
+            ["./chunk-3.js", "assets/x.js", "assets/x.css", "./lazy.mjs"]
+        );
     }
 
     #[test]

@@ -24,7 +24,7 @@ struct ShellFile {
     text: String,
 }
 
-pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
+pub async fn check_shell(site: &Site, deadline: Duration) -> Vec<Finding> {
     let findings = Findings::new("shell");
     let next = "systemctl status svc-shell; journalctl -u svc-shell -n 50 on the host";
     let loaded = match tokio::time::timeout(deadline, load(site)).await {
@@ -44,9 +44,9 @@ pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
     let bytes: usize = parts.iter().map(|part| part.text.len()).sum();
     let mut list =
         findings.ok(format!("its page and {} files, {} KiB", parts.len() - 1, bytes >> 10)).into_list();
-    list.extend(placeholder(&parts).into_list());
-    list.extend(legacy(&parts).into_list());
-    list.extend(gestures(&parts).into_list());
+    list.extend(check_placeholder(&parts).into_list());
+    list.extend(check_legacy_calls(&parts).into_list());
+    list.extend(check_gestures(&parts).into_list());
     list
 }
 
@@ -54,12 +54,12 @@ pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
 async fn load(site: &Site) -> Result<Vec<ShellFile>, String> {
     let front = site.get(site.base(), "text/html").await?;
     if !front.status.is_success() || !front.kind.starts_with("text/html") {
-        return Err(format!("the page answers {} {}", front.status, front.kind));
+        return Err(format!("the page returned {} {}", front.status, front.kind));
     }
     let page = front.text().into_owned();
     let mut seen: HashSet<Url> = HashSet::new();
     let mut wanted: VecDeque<(Url, bool)> = VecDeque::new();
-    named(site.base(), site.base(), &page, true, &mut seen, &mut wanted);
+    queue_files(site.base(), site.base(), &page, true, &mut seen, &mut wanted);
     if wanted.is_empty() {
         return Err("the page refers to no script, so it is not a shell".to_owned());
     }
@@ -77,19 +77,19 @@ async fn load(site: &Site) -> Result<Vec<ShellFile>, String> {
         let is_code = response.kind.contains("javascript") || response.kind.contains("css");
         if !response.status.is_success() || !is_code {
             if from_page {
-                return Err(format!("{} answers {} {}", url.path(), response.status, response.kind));
+                return Err(format!("{} returned {} {}", url.path(), response.status, response.kind));
             }
             continue;
         }
         let text = response.text().into_owned();
         bytes += text.len();
-        named(site.base(), &url, &text, false, &mut seen, &mut wanted);
+        queue_files(site.base(), &url, &text, false, &mut seen, &mut wanted);
         parts.push(ShellFile { url, text });
     }
     Ok(parts)
 }
 
-fn named(
+fn queue_files(
     base: &Url,
     of: &Url,
     text: &str,
@@ -97,7 +97,7 @@ fn named(
     seen: &mut HashSet<Url>,
     wanted: &mut VecDeque<(Url, bool)>,
 ) {
-    for name in scan::files(text) {
+    for name in scan::script_and_style_names(text) {
         let relative = name.starts_with('.') || name.starts_with('/') || name.contains("://");
         // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
         let from = if relative { of } else { base };
@@ -110,7 +110,7 @@ fn named(
     }
 }
 
-fn placeholder(parts: &[ShellFile]) -> Findings {
+fn check_placeholder(parts: &[ShellFile]) -> Findings {
     let mut findings = Findings::new(CHECKS[0]);
     for part in parts {
         if let Some(host) = scan::placeholder_host(&part.text) {
@@ -124,7 +124,7 @@ fn placeholder(parts: &[ShellFile]) -> Findings {
     findings.or_ok("neither the page nor its chunks contain one")
 }
 
-fn legacy(parts: &[ShellFile]) -> Findings {
+fn check_legacy_calls(parts: &[ShellFile]) -> Findings {
     let mut findings = Findings::new(CHECKS[1]);
     for part in parts.iter().filter(|part| part.text.contains(LEGACY)) {
         findings = findings.problem(
@@ -135,9 +135,9 @@ fn legacy(parts: &[ShellFile]) -> Findings {
     findings.or_ok(format!("neither the page nor its chunks contain {LEGACY}"))
 }
 
-fn gestures(parts: &[ShellFile]) -> Findings {
+fn check_gestures(parts: &[ShellFile]) -> Findings {
     let findings = Findings::new(CHECKS[2]);
-    match marker(&parts[0].text, GESTURES) {
+    match meta_content(&parts[0].text, GESTURES) {
         Some(from) if from == FROM_SURFACE => findings.ok(
             "the shell declares that pan and zoom begin only on the canvas surface; verify it in a browser",
         ),
@@ -152,7 +152,7 @@ fn gestures(parts: &[ShellFile]) -> Findings {
 }
 
 /// The content of the `meta` element with this name.
-fn marker<'a>(page: &'a str, name: &str) -> Option<&'a str> {
+fn meta_content<'a>(page: &'a str, name: &str) -> Option<&'a str> {
     let tags = page.split('<').filter(|tag| tag.starts_with("meta"));
     let attribute = |tag: &'a str, name: &str| {
         let (_, rest) = tag.split_once(&format!("{name}=\""))?;
@@ -166,20 +166,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marker_accepts_attributes_in_any_order() {
+    fn meta_content_accepts_attributes_in_any_order() {
         let page =
             r#"<head><meta charset="utf-8"><meta content="surface" name="svc-canvas-gestures"></head>"#;
-        assert_eq!(marker(page, GESTURES), Some("surface"));
-        assert_eq!(marker("<p>svc-canvas-gestures</p>", GESTURES), None);
+        assert_eq!(meta_content(page, GESTURES), Some("surface"));
+        assert_eq!(meta_content("<p>svc-canvas-gestures</p>", GESTURES), None);
     }
 
     #[test]
-    fn named_resolves_names_like_a_browser() {
+    fn queue_files_resolves_names_like_a_browser() {
         let base = Url::parse("https://app.test/").unwrap();
         let chunk = base.join("/assets/main.js").unwrap();
         let (mut seen, mut wanted) = (HashSet::new(), VecDeque::new());
         let text = r#"import"./a.js";["assets/b.js","https://cdn.test/c.js"]"#;
-        named(&base, &chunk, text, false, &mut seen, &mut wanted);
+        queue_files(&base, &chunk, text, false, &mut seen, &mut wanted);
         let paths: Vec<_> = wanted.iter().map(|(url, _)| url.as_str()).collect();
         assert_eq!(paths, ["https://app.test/assets/a.js", "https://app.test/assets/b.js"]);
     }

@@ -1,6 +1,6 @@
 //! Text view of a slot's snapshots.
 
-use super::human::{size, when};
+use super::human::{format_bytes, when};
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_wire::backup::{Backup, BackupPage};
@@ -14,7 +14,7 @@ pub fn list(view: &View, page: &BackupPage) -> String {
         let taken = when(view.now, &b.taken_at);
         vec![
             taken.into(),
-            size(b.size_bytes).into(),
+            format_bytes(b.size_bytes).into(),
             b.epoch.to_string().into(),
             latest,
             b.key.clone().into(),
@@ -29,11 +29,11 @@ pub fn list(view: &View, page: &BackupPage) -> String {
 }
 
 /// Shows one snapshot.
-pub fn one(view: &View, backup: &Backup) -> String {
+pub fn details(view: &View, backup: &Backup) -> String {
     let pairs = [
         ("backup", Cell::from(backup.key.clone())),
         ("taken", when(view.now, &backup.taken_at).into()),
-        ("size", size(backup.size_bytes).into()),
+        ("size", format_bytes(backup.size_bytes).into()),
     ];
     table::pairs(view, &pairs)
 }

@@ -1,14 +1,19 @@
 //! Text view of a host's first boot, as the host reports it.
 
 use super::View;
-use super::human::{ago, seconds, size};
-use svc_base::quantity::counted;
+use super::human::{ago, format_bytes, seconds};
+use svc_base::quantity::pluralize;
 use svc_wire::machine::{Boot, BootProgress, BootStage};
 use svc_wire::text::Time;
 
 /// How long each stage took, as in `bundle 0.4 s, database 1.2 s`. Until the host has registered, the current stage and
 /// its progress come first.
-pub fn line(view: &View, boot: &Boot, registered: Option<&Time>, progress: Option<&BootProgress>) -> String {
+pub fn summary_line(
+    view: &View,
+    boot: &Boot,
+    registered: Option<&Time>,
+    progress: Option<&BootProgress>,
+) -> String {
     let ends = boot.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
     let took = |stage: &BootStage, end: &Time| {
         Some(format!("{} {:.1} s", stage.stage, seconds(&stage.at, end)?.max(0.0)))
@@ -39,12 +44,12 @@ pub fn progress_line(progress: &BootProgress) -> String {
     let mut parts = Vec::new();
     parts.extend(percent(progress).map(|percent| format!("{percent} %")));
     parts.extend(progress.bytes.map(|bytes| match progress.total_bytes {
-        Some(total) => format!("{} of {} downloaded", size(bytes), size(total)),
-        None => format!("{} downloaded", size(bytes)),
+        Some(total) => format!("{} of {} downloaded", format_bytes(bytes), format_bytes(total)),
+        None => format!("{} downloaded", format_bytes(bytes)),
     }));
     parts.extend(progress.rows.map(|rows| match progress.total_rows {
-        Some(total) => format!("{rows} of {} loaded", counted(total, "row")),
-        None => format!("{} loaded", counted(rows, "row")),
+        Some(total) => format!("{rows} of {} loaded", pluralize(total, "row")),
+        None => format!("{} loaded", pluralize(rows, "row")),
     }));
     parts.join(", ")
 }

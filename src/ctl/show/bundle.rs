@@ -1,7 +1,7 @@
 //! Text view of published bundles.
 
 use super::View;
-use super::human::{size, when};
+use super::human::{format_bytes, when};
 use super::table;
 use crate::bundle::PublishedBundle;
 
@@ -11,7 +11,12 @@ pub fn list(view: &View, bundles: &[PublishedBundle]) -> String {
     }
     let row = |b: &PublishedBundle| {
         let at = when(view.now, &svc_base::clock::rfc3339_ms(b.published_at));
-        vec![b.image_version.clone().into(), at.into(), size(b.size_bytes).into(), b.sha256.clone().into()]
+        vec![
+            b.image_version.clone().into(),
+            at.into(),
+            format_bytes(b.size_bytes).into(),
+            b.sha256.clone().into(),
+        ]
     };
     let rows: Vec<_> = bundles.iter().map(row).collect();
     table::render(view, &["VERSION", "PUBLISHED", "SIZE", "SHA256"], &rows)

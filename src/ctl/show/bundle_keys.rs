@@ -3,7 +3,7 @@
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_base::diagnosis::Findings;
-use svc_base::quantity::counted;
+use svc_base::quantity::pluralize;
 use svc_machine::name::Handle;
 use svc_wire::fleet::{BundleKey, BundleKeys};
 use svc_wire::text::Text;
@@ -13,7 +13,7 @@ const NEXT: &str = "svcctl bundle --help has the steps of a rotation; svcctl bun
 /// `3 machines (ada, bob, cy)`.
 fn machines(count: u64, handles: &[Text<Handle>]) -> String {
     let more = if count > handles.len() as u64 { ", …" } else { "" };
-    format!("{} ({}{more})", counted(count, "machine"), joined(handles))
+    format!("{} ({}{more})", pluralize(count, "machine"), joined(handles))
 }
 
 fn joined(handles: &[Text<Handle>]) -> String {

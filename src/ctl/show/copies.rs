@@ -47,8 +47,10 @@ pub fn rows(
 }
 
 fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
-    let Some(live) = &copies.live else { return Cell::painted(Some(Colour::Moving), no_live(machine)) };
-    let mut server = named(live.provider_server_id.as_ref());
+    let Some(live) = &copies.live else {
+        return Cell::painted(Some(Colour::Moving), describe_no_live_server(machine));
+    };
+    let mut server = server_name(live.provider_server_id.as_ref());
     if live.machine_id != machine.machine_id {
         server.push_str(&format!(" of machine {}", live.machine_id));
     }
@@ -57,18 +59,18 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
         return Cell::painted(Some(Colour::Bad), line);
     }
     match &live.missing_since {
-        Some(since) => Cell::painted(Some(Colour::Bad), format!("{server}: {}", missing(view, since))),
+        Some(since) => Cell::painted(Some(Colour::Bad), format!("{server}: {}", format_missing(view, since))),
         None => server.into(),
     }
 }
 
 fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_at: Option<&Time>) -> Cell {
     let id = &kept.machine_id;
-    let server = format!("{} of {} machine {id}", named(kept.provider_server_id.as_ref()), kept.reason);
+    let server = format!("{} of {} machine {id}", server_name(kept.provider_server_id.as_ref()), kept.reason);
     let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
-    let held = kept.unsaved_since.as_ref().map(|since| unsaved(view, since, left_at));
+    let held = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_at));
     if let Some(since) = &kept.missing_since {
-        let missing = missing(view, since);
+        let missing = format_missing(view, since);
         return bad(match held {
             Some(held) => {
                 format!("{missing}, and it held {held}; `svcctl discard {id} --accept-loss` removes it here")
@@ -78,7 +80,7 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_at: Option<&T
     }
     if let Some(operation) = &kept.deleted_by {
         return bad(format!(
-            "deleted as soon as operation {operation} has taken its last backup and powered it off; until then \
+            "deleted as soon as operation {operation} has taken its final backup and powered it off; until then \
              `svcctl operation abandon {operation}` restores its machine"
         ));
     }
@@ -97,7 +99,7 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_at: Option<&T
         return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`{undo}"));
     }
     let Some(until) = &kept.until else {
-        return format!("{server}: kept until a new machine has proven healthy").into();
+        return format!("{server}: kept until a new machine is healthy").into();
     };
     format!("{server}: kept until {}{undo}", when(view.now, until)).into()
 }
@@ -125,10 +127,10 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
 fn risk_cell(copies: &Copies) -> Cell {
     let Some(exposed) = copies.exposed_seconds else { return "".into() };
     let colour = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Colour::Bad);
-    Cell::painted(colour, format!("losing the live server now would cost {}", cost(copies, exposed)))
+    Cell::painted(colour, format!("losing the live server now would cost {}", format_cost(copies, exposed)))
 }
 
-fn cost(copies: &Copies, exposed: u64) -> String {
+fn format_cost(copies: &Copies, exposed: u64) -> String {
     match copies.newest_snapshot_at {
         Some(_) => format!("{} of changes", span(exposed)),
         None => format!("all of its data, {} old: there is no snapshot", span(exposed)),
@@ -136,7 +138,7 @@ fn cost(copies: &Copies, exposed: u64) -> String {
 }
 
 /// `newest snapshot 9 min ago; 9 min of changes exist only on its server`.
-pub fn stake(view: &View, copies: &Copies) -> String {
+pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let newest = copies.newest_snapshot_at.as_deref();
     let newest = newest.map_or_else(
         || "it has no snapshot".to_owned(),
@@ -145,7 +147,7 @@ pub fn stake(view: &View, copies: &Copies) -> String {
     let problem = copies.snapshot_problem.as_ref();
     let newer = copies.newer_snapshot.as_ref().map(|newer| {
         format!(
-            ", and {} of {} is stored but not the latest: if its host cannot make the last backup, a recovery asks which \
+            ", and {} of {} is stored but not the latest: if its host cannot make the final backup, a recovery asks which \
              of them to restore",
             newer.key,
             when(view.now, &newer.taken_at)
@@ -166,7 +168,7 @@ pub fn is_being_deleted(view: &View, kept: &KeptServer) -> bool {
 }
 
 /// The reason why the slot has no live server.
-fn no_live(machine: &MachineDetail) -> String {
+fn describe_no_live_server(machine: &MachineDetail) -> String {
     let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(failure::is_server_gone);
     match machine.provider_server_id.as_ref().filter(|_| is_gone) {
         Some(server) => format!("none: the provider no longer has server {server}"),
@@ -174,7 +176,7 @@ fn no_live(machine: &MachineDetail) -> String {
     }
 }
 
-fn missing(view: &View, since: &str) -> String {
+fn format_missing(view: &View, since: &str) -> String {
     format!("not at the provider, first noticed {}", when(view.now, since))
 }
 
@@ -201,7 +203,7 @@ fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> 
 }
 
 /// `43 min of changes that no snapshot has`; `left_at` is when the machine left its slot, if known.
-pub fn unsaved(view: &View, since: &str, left_at: Option<&Time>) -> String {
+pub fn format_unsaved(view: &View, since: &str, left_at: Option<&Time>) -> String {
     let length = left_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
     match length {
         Some(length) => format!("{} of changes that no snapshot has", span(length as u64)),
@@ -209,7 +211,7 @@ pub fn unsaved(view: &View, since: &str, left_at: Option<&Time>) -> String {
     }
 }
 
-fn named(server: Option<&String>) -> String {
+fn server_name(server: Option<&String>) -> String {
     server.cloned().unwrap_or_else(|| "unknown".to_owned())
 }
 
@@ -225,7 +227,7 @@ mod tests {
         let key = "system/db/snapshots/2026-11-21T11-55-00.000Z-1.dump";
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
-        let shown = machine::one(&plain(), &with_copies(running(), copies));
+        let shown = machine::details(&plain(), &with_copies(running(), copies));
         let line = shown.lines().find(|line| line.starts_with("newer one")).unwrap();
         assert!(
             line.contains("stored but not the latest") && line.contains(&format!("--snapshot {key}`")),

@@ -1,4 +1,4 @@
-//! Text view of a machine's failure, and the advice for it.
+//! Text view of a machine's failure, and the next step for the operator.
 
 use crate::args;
 use svc_base::untrusted_text::one_line;
@@ -6,7 +6,7 @@ use svc_machine::state::FailureCause;
 use svc_wire::machine::{Failure, MachineDetail};
 
 /// Cause, stage and message, as in `boot_reported at restore: …`.
-pub fn line(failure: &Failure) -> String {
+pub fn summary_line(failure: &Failure) -> String {
     let mut line = failure.cause.to_string();
     if let Some(stage) = &failure.stage {
         line.push_str(&format!(" at {stage}"));
@@ -28,8 +28,8 @@ pub fn is_server_gone(failure: &Failure) -> bool {
 }
 
 /// The next step for the operator.
-pub fn advice(failure: &Failure, machine: &MachineDetail) -> String {
-    if let Some(advice) = restore_advice(failure, machine) {
+pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
+    if let Some(advice) = restore_next_step(failure, machine) {
         return advice;
     }
     let recover = format!("`svcctl recover {}`", slot_arguments(machine));
@@ -85,11 +85,11 @@ pub fn advice(failure: &Failure, machine: &MachineDetail) -> String {
 pub fn advice_after_return(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
     let has_returned = machine.replaced_by.as_ref() == Some(&live.machine_id);
-    restore_advice(failure, machine).filter(|_| has_returned)
+    restore_next_step(failure, machine).filter(|_| has_returned)
 }
 
 /// The advice for a new machine that could not restore its snapshot: the same command would fail again.
-pub fn restore_advice(failure: &Failure, machine: &MachineDetail) -> Option<String> {
+pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     if !failure.cause.is(FailureCause::BootReported) || failure.stage.as_deref() != Some("restore") {
         return None;
     }
@@ -140,7 +140,7 @@ mod tests {
         machine["failure"]["cause"] = "reinstating".into();
         machine["operations"][0]["kind"] = "reinstate".into();
         machine["operations"][0]["errorCode"] = "database_behind_store".into();
-        let text = machine::one(&plain(), &read(machine));
+        let text = machine::details(&plain(), &read(machine));
         assert!(!text.contains("being powered on") && text.contains("--accept-loss"), "{text}");
     }
 }

@@ -11,7 +11,7 @@ use super::table::{self, Cell};
 use super::{Colour, View, bundle_keys, compact, deploy};
 use crate::args;
 use svc_base::diagnosis::Findings;
-use svc_base::quantity::counted;
+use svc_base::quantity::pluralize;
 use svc_wire::alarm::Alarm;
 use svc_wire::fleet::{BackupAges, Ended, Fleet, MachineInNeed, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
@@ -142,12 +142,12 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
     let more = total.saturating_sub(MAX_NAMED as u64);
     let named = if more > 0 {
         let verb = if more == 1 { "needs" } else { "need" };
-        let line = format!("and {} {verb} attention", counted(more, "more machine"));
+        let line = format!("and {} {verb} attention", pluralize(more, "more machine"));
         named.warning(line, "svcctl fleet")
     } else {
         named
     };
-    named.or_ok(format!("{}, none needs attention", counted(fleet.totals.machines, "machine")))
+    named.or_ok(format!("{}, none needs attention", pluralize(fleet.totals.machines, "machine")))
 }
 
 pub fn show(view: &View, fleet: &Fleet) -> String {
@@ -277,7 +277,7 @@ mod tests {
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 
     #[test]
-    fn silent_machine_is_not_recovered_while_hosts_are_refused() {
+    fn silent_machine_hint_omits_recovery_while_hosts_are_refused() {
         let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
             "status": "running", "reasons": ["heartbeat_silent"]});
         let machine: MachineInNeed = serde_json::from_value(machine).unwrap();

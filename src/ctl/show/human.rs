@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 
-pub use svc_base::quantity::size;
+pub use svc_base::quantity::format_bytes;
 
 const MINUTE: i64 = 60;
 const HOUR: i64 = 60 * MINUTE;

@@ -2,8 +2,8 @@
 
 use serde::Deserialize;
 
-use super::copies::{LeftTimes, unsaved};
-use super::human::{ago, seconds, size, when};
+use super::copies::{LeftTimes, format_unsaved};
+use super::human::{ago, format_bytes, seconds, when};
 use super::table::{self, Cell};
 use super::{Colour, View, boot, copies, failure, operation, text, token};
 use crate::args;
@@ -50,7 +50,7 @@ pub struct Accepted {
     pub also_deleted: Option<AlsoDeleted>,
     /// For an undelete: whether the deletion had already been undone.
     pub already_undone: Option<bool>,
-    /// For a recovery: a stored snapshot that is newer than the one that it restores without a last backup.
+    /// For a recovery: a stored snapshot that is newer than the one that it restores without a final backup.
     pub newer_snapshot: Option<NewerSnapshot>,
     /// For a power command.
     pub action: Option<String>,
@@ -89,7 +89,7 @@ impl Accepted {
         }
         if let Some(newer) = &self.newer_snapshot {
             return Some(format!(
-                "{} of {} is newer than the snapshot to restore: if the host cannot make a last backup and no snapshot was \
+                "{} of {} is newer than the snapshot to restore: if the host cannot make a final backup and no snapshot was \
                  named, the recovery asks which one to restore",
                 newer.key, newer.taken_at
             ));
@@ -136,7 +136,7 @@ fn power_cell(view: &View, machine: &Machine) -> Cell {
 
 /// The changes that only its server has, if known.
 pub fn unsaved_changes(view: &View, machine: &Machine) -> Option<String> {
-    Some(unsaved(view, machine.unsaved_since.as_deref()?, machine.left_at()))
+    Some(format_unsaved(view, machine.unsaved_since.as_deref()?, machine.left_at()))
 }
 
 /// Whether its last backup failed because the slot's pointer cannot be used.
@@ -204,12 +204,12 @@ pub fn list(view: &View, page: &MachinePage) -> String {
     shown
 }
 
-pub fn one(view: &View, m: &MachineDetail) -> String {
-    one_with_left_times(view, m, &LeftTimes::new())
+pub fn details(view: &View, m: &MachineDetail) -> String {
+    details_with_left_times(view, m, &LeftTimes::new())
 }
 
-/// [`one`], with the times when the machines of kept servers left the slot.
-pub fn one_with_left_times(view: &View, m: &MachineDetail, left_times: &LeftTimes) -> String {
+/// [`details`], with the times when the machines of kept servers left the slot.
+pub fn details_with_left_times(view: &View, m: &MachineDetail, left_times: &LeftTimes) -> String {
     let time = |at: &Option<Time>| at.as_deref().map(|at| when(view.now, at)).unwrap_or_default();
     let failure = m.failure.as_ref();
     let update = m.last_update.as_ref();
@@ -217,7 +217,7 @@ pub fn one_with_left_times(view: &View, m: &MachineDetail, left_times: &LeftTime
         _ if waiting_operation(m).is_some() => "answer the question of its operation below".to_owned(),
         Some(failure) if !m.is_active() => failure::advice_after_return(failure, m).unwrap_or_default(),
         _ if !m.is_active() => String::new(),
-        Some(failure) => failure::advice(failure, m),
+        Some(failure) => failure::next_step(failure, m),
         None if is_pointer_unusable(m) => {
             let slot = args::slot_arguments(&m.idp_user_id, &m.slot);
             format!(
@@ -239,13 +239,15 @@ pub fn one_with_left_times(view: &View, m: &MachineDetail, left_times: &LeftTime
         ("kind", m.kind.clone().into()),
         ("status", Cell::state(shown_state(m))),
         ("power", power_cell(view, m)),
-        ("failure", Cell::painted(Some(Colour::Bad), failure.map(failure::line).unwrap_or_default())),
+        ("failure", Cell::painted(Some(Colour::Bad), failure.map(failure::summary_line).unwrap_or_default())),
         ("next", next.into()),
         (
             "boot",
             m.boot
                 .as_ref()
-                .map(|boot| boot::line(view, boot, m.registered_at.as_ref(), m.boot_progress.as_ref()))
+                .map(|boot| {
+                    boot::summary_line(view, boot, m.registered_at.as_ref(), m.boot_progress.as_ref())
+                })
                 .unwrap_or_default()
                 .into(),
         ),
@@ -272,7 +274,7 @@ pub fn one_with_left_times(view: &View, m: &MachineDetail, left_times: &LeftTime
     let mut shown = table::pairs(view, &rows);
     for operation in &m.operations {
         shown.push('\n');
-        shown.push_str(&operation::one(view, operation));
+        shown.push_str(&operation::details(view, operation));
     }
     shown
 }
@@ -311,7 +313,7 @@ fn slot_of_deleted(a: &Accepted) -> String {
 /// The fate of the machine that was to be replaced.
 fn also_deleted(also: &AlsoDeleted) -> String {
     format!(
-        "machine {}, which was to be replaced: operation {} takes its last backup, then its server is powered off and \
+        "machine {}, which was to be replaced: operation {} takes its final backup, then its server is powered off and \
          kept",
         also.machine_id, also.operation_id
     )
@@ -353,9 +355,9 @@ fn undo(view: &View, a: &Accepted) -> String {
 fn health_cell(health: Option<&Health>) -> Cell {
     let Some(Health { gateway, database, disk }) = health else { return "".into() };
     let mut words = vec![format!("gateway {gateway}"), format!("database {database}")];
-    words.extend(
-        disk.map(|disk| format!("{} of {} disk free", size(disk.free_bytes), size(disk.total_bytes))),
-    );
+    words.extend(disk.map(|disk| {
+        format!("{} of {} disk free", format_bytes(disk.free_bytes), format_bytes(disk.total_bytes))
+    }));
     let well = [gateway, database].into_iter().all(|status| status.is(ComponentStatus::Ok));
     Cell::painted(Some(if well { Colour::Good } else { Colour::Bad }), words.join(", "))
 }
@@ -372,13 +374,13 @@ fn backup_cell(
         return Cell::painted(Some(Colour::Bad), format!("error: {error}"));
     }
     let Some(taken) = &backup.taken_at else { return backup.status.clone().into() };
-    let size = backup.size_bytes.map(|bytes| format!(", {}", size(bytes))).unwrap_or_default();
+    let size = backup.size_bytes.map(|bytes| format!(", {}", format_bytes(bytes))).unwrap_or_default();
     format!("{}{size}", format(view.now, taken)).into()
 }
 
 /// The data at risk if the machine is replaced or deleted.
 pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
-    let known = m.copies.as_ref().map(|copies| copies::stake(view, copies));
+    let known = m.copies.as_ref().map(|copies| copies::describe_risk(view, copies));
     let reported = || {
         let backup = m.last_backup.as_ref().filter(|backup| !backup.status.is(Outcome::Error));
         let taken = backup.and_then(|backup| backup.taken_at.as_ref());

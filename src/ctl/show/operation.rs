@@ -2,11 +2,11 @@
 
 use super::human::{ago, seconds};
 use super::{Colour, View};
-use svc_base::quantity::counted;
+use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 
-/// The code of the question about a held last backup.
+/// The code of the question about a held final backup.
 pub const HELD_BACK: &str = "last_backup_held_back";
 const UNVERIFIED_FENCE: &str = "unverified_fence";
 
@@ -52,7 +52,7 @@ pub fn answers(operation: &Operation) -> Vec<String> {
                 operation.machine_id
             ),
             Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
-            _ => "the last backup is retried".to_owned(),
+            _ => "the final backup is retried".to_owned(),
         };
         format!("`svcctl operation continue {id}`: {what}")
     });
@@ -105,7 +105,7 @@ pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
 fn repeats(operation: &Operation, entry: &LogLine) -> String {
     let repeated = entry.repeats.filter(|repeats| *repeats > 0).zip(entry.repeated_at.as_ref());
     repeated.map_or_else(String::new, |(repeats, last)| {
-        format!("(repeated {}, last at {})", counted(repeats, "time"), offset(operation, last).trim())
+        format!("(repeated {}, last at {})", pluralize(repeats, "time"), offset(operation, last).trim())
     })
 }
 
@@ -136,7 +136,7 @@ pub fn kind_noun(kind: &str) -> &str {
     }
 }
 
-pub fn one(view: &View, o: &Operation) -> String {
+pub fn details(view: &View, o: &Operation) -> String {
     let mut head = vec![
         view.paint(Some(Colour::Strong), &o.kind),
         view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
@@ -191,10 +191,10 @@ mod tests {
         let mut waiting = json!({
             "operationId": ID, "machineId": MACHINE, "kind": "delete", "state": "running", "step": "last_backup",
             "attempts": 1, "errorCode": null, "createdAt": "T", "updatedAt": "T",
-            "log": [{"at": "T", "step": "last_backup", "outcome": "retry", "detail": "the store does not answer"}],
+            "log": [{"at": "T", "step": "last_backup", "outcome": "retry", "detail": "the store does not respond"}],
         });
         let why = |operation: &Value| waits_for(&read(operation));
-        assert_eq!(why(&waiting).as_deref(), Some("the store does not answer"));
+        assert_eq!(why(&waiting).as_deref(), Some("the store does not respond"));
         waiting["attempts"] = 0.into();
         assert_eq!(why(&waiting), None);
         waiting["errorCode"] = "store_unavailable".into();
@@ -208,7 +208,7 @@ mod tests {
 
     /// Each answer says what happens to the held snapshot.
     #[test]
-    fn answers_to_a_held_backup_are_precise() {
+    fn choices_for_a_held_backup_are_precise() {
         let answers = answers(&read(&json!({
             "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
             "attempts": 0, "createdAt": "T", "updatedAt": "T",

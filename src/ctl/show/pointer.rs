@@ -1,6 +1,6 @@
 //! Text view of a slot's snapshot pointer, and of the one that a rebuild would write.
 
-use super::human::{size, when};
+use super::human::{format_bytes, when};
 use super::table::{self, Cell};
 use super::{Colour, View};
 use crate::args::SlotTarget;
@@ -38,6 +38,6 @@ fn line(view: &View, pointer: &Pointer) -> String {
         pointer.fence_machine_id.as_ref().map(|machine| format!(" of {machine}")).unwrap_or_default();
     let fence = format!("fence {}{holder}, seq {}", pointer.fence_epoch, pointer.seq);
     let Some(named) = &pointer.snapshot else { return format!("no snapshot ({fence})") };
-    let (taken, size) = (when(view.now, &named.taken_at), size(named.size_bytes));
+    let (taken, size) = (when(view.now, &named.taken_at), format_bytes(named.size_bytes));
     format!("{}\n  taken {taken}; {size}; epoch {} ({fence})", named.key, named.epoch)
 }

@@ -92,7 +92,7 @@ fn text_with_several_lines_stays_in_one_row() {
     let listed = machine::list(&plain(), &page);
     assert_eq!(listed.lines().count(), 3, "{listed}");
     assert!(listed.contains(flat), "{listed}");
-    let shown = machine::one(&plain(), &read(failing));
+    let shown = machine::details(&plain(), &read(failing));
     assert!(!shown.contains('\u{1b}') && !shown.contains("\n  next: delete"), "{shown}");
     assert_eq!(shown.matches(flat).count(), 5, "{shown}");
 }
@@ -103,7 +103,7 @@ fn unreadable_pointer_shows_how_to_rebuild_it() {
     torn["slot"] = "second".into();
     let error = "user_1/second/system/db/latest in the object store is not readable: EOF";
     torn["lastBackup"] = json!({"status": "error", "error": error});
-    let shown = machine::one(&plain(), &read(torn));
+    let shown = machine::details(&plain(), &read(torn));
     assert!(
         shown.contains(
             "next         the snapshot pointer cannot be used: `svcctl pointer show user_1 --slot second`"
@@ -115,7 +115,7 @@ fn unreadable_pointer_shows_how_to_rebuild_it() {
 
 #[test]
 fn running_machine_shows_all_fields() {
-    insta::assert_snapshot!(machine::one(&plain(), &read(running())));
+    insta::assert_snapshot!(machine::details(&plain(), &read(running())));
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn rolled_back_update_shows_reason_and_advice() {
     let mut machine = running();
     machine["lastUpdate"] = json!({"version": "2026.11.2", "outcome": "rolled_back", "stage": "health",
         "error": "the gateway was not ready", "at": "2026-11-21T11:55:00.000Z"});
-    let shown = machine::one(&plain(), &read(machine));
+    let shown = machine::details(&plain(), &read(machine));
     for line in [
         "update       2026.11.2 rolled_back at health: the gateway was not ready; 2026-11-21 11:55:00 UTC, 5 min ago",
         "next         `svc-update status` on its host",
@@ -134,12 +134,12 @@ fn rolled_back_update_shows_reason_and_advice() {
 
 #[test]
 fn failed_machine_shows_advice() {
-    insta::assert_snapshot!(machine::one(&plain(), &read(failed())));
+    insta::assert_snapshot!(machine::details(&plain(), &read(failed())));
 }
 
 #[test]
 fn running_operation_shows_its_log() {
-    insta::assert_snapshot!(operation::one(&plain(), &read(operation("resize", "running"))));
+    insta::assert_snapshot!(operation::details(&plain(), &read(operation("resize", "running"))));
 }
 
 #[test]
@@ -148,13 +148,13 @@ fn repeated_and_omitted_log_entries_are_counted() {
     long["log"][1]["repeats"] = 4319.into();
     long["log"][1]["repeatedAt"] = "2026-11-20T11:00:00.400Z".into();
     long["logOmitted"] = 7.into();
-    let shown = operation::one(&plain(), &read(long.clone()));
+    let shown = operation::details(&plain(), &read(long.clone()));
     assert!(shown.contains("(7 older entries are not shown)"), "{shown}");
     assert!(shown.contains("the provider is busy  (repeated 4319 times, last at 3600.4 s)"), "{shown}");
 
     long["log"][1]["repeats"] = 1.into();
     long["logOmitted"] = 1.into();
-    let shown = operation::one(&plain(), &read(long.clone()));
+    let shown = operation::details(&plain(), &read(long.clone()));
     assert!(
         shown.contains("(1 older entry is not shown)") && shown.contains("(repeated 1 time, last"),
         "{shown}"
@@ -188,7 +188,7 @@ fn status_shows_copies_of_a_healthy_machine() {
             {"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": "2026-11-22T10:00:00.000Z",
              "unsavedSince": null}]}),
     );
-    insta::assert_snapshot!(machine::one(&plain(), &machine));
+    insta::assert_snapshot!(machine::details(&plain(), &machine));
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn status_shows_unsaved_changes_and_end_of_kept_servers() {
     let shown = |live: Value, kept: Value| {
         let copies = json!({"live": live, "kept": [kept], "newestSnapshotAt": null, "exposedSeconds": null});
         let left_at = serde_json::from_value(json!({OTHER: "2026-11-21T11:00:00.000Z"})).unwrap();
-        let shown = machine::one_with_left_times(&plain(), &with_copies(running(), copies), &left_at);
+        let shown = machine::details_with_left_times(&plain(), &with_copies(running(), copies), &left_at);
         shown.lines().find(|line| line.starts_with("kept server")).unwrap().to_owned()
     };
     let live = json!({"machineId": MACHINE, "providerServerId": "4711"});
@@ -205,7 +205,7 @@ fn status_shows_unsaved_changes_and_end_of_kept_servers() {
     let held = "holds 43 min of changes that no snapshot has; kept until `svcctl discard";
     assert!(unsaved.contains(held) && unsaved.ends_with("--accept-loss`"), "{unsaved}");
     let unproven = shown(Value::Null, kept("replaced", Value::Null, Value::Null));
-    assert!(unproven.ends_with("kept until a new machine has proven healthy"), "{unproven}");
+    assert!(unproven.ends_with("kept until a new machine is healthy"), "{unproven}");
     let later = json!("2026-11-22T12:00:00.000Z");
     let deleted = shown(Value::Null, kept("deleted", later.clone(), Value::Null));
     let undo = format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` restores it");
@@ -228,7 +228,7 @@ fn status_without_snapshot_shows_all_data_at_risk() {
         json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": [], "newestSnapshotAt": null,
                "exposedSeconds": 180}),
     );
-    let shown = machine::one(&plain(), &machine);
+    let shown = machine::details(&plain(), &machine);
     for line in [
         "live server  4711\n",
         "snapshot     none known\n",
@@ -255,11 +255,11 @@ fn status_of_recovery_shows_boot_progress_and_question() {
     waiting["state"] = "waiting".into();
     waiting["step"] = "last_backup".into();
     waiting["question"] =
-        json!({"code": "last_backup_missing", "detail": "No last backup: the host answers 500."});
+        json!({"code": "last_backup_missing", "detail": "No final backup: the host returned 500."});
     machine["operations"] = json!([waiting]);
     let copies = json!({"live": null, "newestSnapshotAt": "2026-11-21T11:05:00.000Z", "exposedSeconds": null, "kept": [
         {"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": null, "unsavedSince": null}]});
-    insta::assert_snapshot!(machine::one(&plain(), &with_copies(machine, copies)));
+    insta::assert_snapshot!(machine::details(&plain(), &with_copies(machine, copies)));
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn failed_machine_advice_depends_on_the_cause() {
         let mut machine = running();
         machine["status"] = "failed".into();
         machine["failure"] = json!({"cause": cause, "stage": null, "message": null});
-        let shown = machine::one(&plain(), &read(machine));
+        let shown = machine::details(&plain(), &read(machine));
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
@@ -282,7 +282,7 @@ fn failed_restore_advice_depends_on_the_message() {
         let mut machine = failed();
         machine["slot"] = slot.into();
         machine["failure"]["message"] = message.into();
-        let shown = machine::one(&plain(), &read(machine));
+        let shown = machine::details(&plain(), &read(machine));
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     let damaged =
@@ -317,16 +317,17 @@ fn failed_restore_advises_while_the_old_machine_has_the_slot() {
         json!({"live": {"machineId": live, "providerServerId": "4711"}, "kept": [],
         "newestSnapshotAt": null, "exposedSeconds": 5})
     };
-    let shown = machine::one(&plain(), &with_copies(machine.clone(), copies(MACHINE)));
+    let shown = machine::details(&plain(), &with_copies(machine.clone(), copies(MACHINE)));
     assert!(shown.contains("--snapshot KEY"), "{shown}");
-    let later = machine::one(&plain(), &with_copies(machine, copies("019a0000-0000-7000-8000-000000000009")));
+    let later =
+        machine::details(&plain(), &with_copies(machine, copies("019a0000-0000-7000-8000-000000000009")));
     assert!(!later.contains("--snapshot KEY"), "{later}");
 }
 
 #[test]
 fn status_shows_lost_and_reported_copies() {
     let lines = |machine: Value, copies: Value| {
-        let shown = machine::one(&plain(), &with_copies(machine, copies));
+        let shown = machine::details(&plain(), &with_copies(machine, copies));
         let is_copy = |line: &&str| {
             ["live server", "kept server", "snapshot"].iter().any(|name| line.starts_with(name))
         };
@@ -348,7 +349,7 @@ fn status_shows_lost_and_reported_copies() {
         json!({"live": null, "kept": [kept, abandoned, discarded],
         "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "exposedSeconds": null,
         "newestSnapshot": {"takenAt": "2026-11-21T11:51:00.000Z", "machineId": OTHER, "key": null, "source": "reported"},
-        "snapshotProblem": "the object store does not answer"}),
+        "snapshotProblem": "the object store does not respond"}),
     );
     for (line, part) in shown.iter().zip([
         "none: the provider no longer has server 4711".to_owned(),
@@ -357,7 +358,7 @@ fn status_shows_lost_and_reported_copies() {
         ),
         format!("its removal was abandoned; kept until `svcctl discard {OTHER}`"),
         "being deleted".to_owned(),
-        format!("9 min ago, of machine {OTHER}, as its host reported; the object store does not answer"),
+        format!("9 min ago, of machine {OTHER}, as its host reported; the object store does not respond"),
     ]) {
         assert!(line.contains(&part), "{part}: {line}");
     }
@@ -384,7 +385,7 @@ fn status_of_deletion_without_grace_has_no_kept_server() {
          "deletedBy": OTHER}]});
     let mut deleted = running();
     deleted["deletedAt"] = "2026-11-21T11:59:00.000Z".into();
-    let shown = machine::one(&plain(), &with_copies(deleted, copies));
+    let shown = machine::details(&plain(), &with_copies(deleted, copies));
     let line = shown.lines().find(|line| line.starts_with("old server")).unwrap();
     assert!(line.contains(&format!("deleted as soon as operation {OTHER}")), "{line}");
     assert!(line.contains(&format!("`svcctl operation abandon {OTHER}`")), "{line}");
@@ -485,8 +486,8 @@ fn only_a_terminal_gets_colours_and_width() {
     assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
     let coloured = machine::list(&View { colours: true, ..plain() }, &page);
     assert!(coloured.contains("\x1b["), "{coloured}");
-    for shown in [machine::list(&plain(), &page), machine::one(&plain(), &read(failed()))] {
+    for shown in [machine::list(&plain(), &page), machine::details(&plain(), &read(failed()))] {
         assert!(!shown.contains('\x1b'), "{shown}");
     }
-    assert!(machine::one(&View { colours: true, ..plain() }, &read(failed())).contains("\x1b[31m"));
+    assert!(machine::details(&View { colours: true, ..plain() }, &read(failed())).contains("\x1b[31m"));
 }

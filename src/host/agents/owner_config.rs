@@ -126,7 +126,7 @@ pub fn read_config_file(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
         opened => opened.map_err(FileError::at("read", path))?,
     };
     let mut text = Vec::new();
-    let is_file = file.metadata().map_err(FileError::at("look at", path))?.is_file();
+    let is_file = file.metadata().map_err(FileError::at("stat", path))?.is_file();
     file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(FileError::at("read", path))?;
     if !is_file || text.len() as u64 > MAX_CONFIG_BYTES {
         let why = io::Error::new(ErrorKind::InvalidInput, "not a regular file of at most 1 MiB");

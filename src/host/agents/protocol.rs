@@ -43,8 +43,8 @@ pub struct Order {
 
 impl Order {
     pub const VERSION: u32 = 2;
-    /// Version of the previous release's gateway, during an update: it does not know [`FromRunner::Ready`] and sends no
-    /// go-ahead.
+    /// Version of the previous release's gateway, during an update: it does not support [`FromRunner::Ready`] and
+    /// sends no go-ahead.
     pub const WITHOUT_READY: u32 = 1;
 }
 

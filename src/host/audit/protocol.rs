@@ -256,7 +256,7 @@ impl UndeliveredHook {
                 continue;
             }
             let meta = file.metadata()?;
-            // A file that was collected meanwhile has no name.
+            // A file that was collected in the meantime has no name.
             if meta.nlink() > 0 {
                 return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };
             }

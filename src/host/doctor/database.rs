@@ -49,7 +49,7 @@ pub async fn check(layout: &Layout) -> Findings {
                 return findings.problem(what, "check SVC_POSTGRES_IMAGE and the unit svc-postgres");
             }
             findings.or_ok(format!(
-                "PostgreSQL {version}, database {}, answers in {} ms",
+                "PostgreSQL {version}, database {}, responds in {} ms",
                 server.database(),
                 start.elapsed().as_millis()
             ))

@@ -49,7 +49,7 @@ pub fn database_is_own(server: Option<&str>) -> Result<String, String> {
 }
 
 /// Runs all checks of the machine below `SVC_ROOT`.
-pub async fn examine() -> Report {
+pub async fn run_checks() -> Report {
     let layout = Layout::from_process();
     let file_checks = FileChecks { layout: &layout };
     let checks = vec![

@@ -30,7 +30,7 @@ async fn fetch_headers(layout: &Layout) -> Result<HeaderMap, String> {
     let response = response.map_err(|error| chain(&error.without_url()))?;
     match response.status() {
         status if status.is_success() => Ok(response.headers().clone()),
-        status => Err(format!("{url} answered {status}")),
+        status => Err(format!("{url} returned {status}")),
     }
 }
 
@@ -69,7 +69,7 @@ pub async fn clock(layout: &Layout) -> Findings {
                 "timedatectl status; systemctl restart systemd-timesyncd",
             )
         }
-        None => findings.skipped("the platform's answer has no date"),
+        None => findings.skipped("the platform's response has no date"),
     }
 }
 

@@ -119,7 +119,7 @@ pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
 /// [`Failure`].
 pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
-    // Opened first, so that lines written meanwhile are printed afterwards.
+    // Opened first, so that lines written in the meantime are printed afterwards.
     let tail = args.follow.then(|| Tail::at_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
     let (mut lines, mut before) = (Vec::new(), None);
     let limit = args.lines as usize;

@@ -164,7 +164,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let limits = Limits::default();
     let limits = Limits { connections_of_address: limits.connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
-    // All requests have been answered; the remaining work has no client.
+    // All requests have been handled; the remaining work has no client.
     supervisor_task.abort();
     local_task.abort();
     agents_task.abort();

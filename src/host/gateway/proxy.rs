@@ -70,7 +70,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
     match upstream.forward(request).await {
         Ok(response) => response,
         Err(error) => {
-            tracing::warn!(error = %chain(&error), "{name} did not answer");
+            tracing::warn!(error = %chain(&error), "{name} did not respond");
             let code = match error {
                 ProxyError::Connect(_)
                 | ProxyError::ConnectTimeout
@@ -80,7 +80,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 _ => Code::UpstreamUnavailable,
             };
             unavailable_response(
-                Problem::new(code, format!("{name} does not answer.")).retry_after(RETRY_AFTER_SECONDS),
+                Problem::new(code, format!("{name} does not respond.")).retry_after(RETRY_AFTER_SECONDS),
                 is_page,
             )
         }

@@ -1,4 +1,4 @@
-//! The write gate: admits every write, or none while the platform takes the last backup of this machine.
+//! The write gate: admits every write, or none while the platform takes the final backup of this machine.
 //!
 //! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file of
 //! `host::system::quiesce` is authoritative, so the state survives a restart.
@@ -222,6 +222,6 @@ impl Writers {
 }
 
 fn refusal() -> Problem {
-    let detail = "This machine accepts no changes: a last backup is being taken before it is replaced.";
+    let detail = "This machine accepts no changes: a final backup is being taken before it is replaced.";
     Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

@@ -1,7 +1,7 @@
 //! Serves a static build from memory: no request path ever reaches the file system.
 //!
 //! Files with a content hash in their name are cached for a year; the index page is revalidated each time. Texts are
-//! also stored compressed. A path that only the shell's own router knows gets the index page.
+//! also stored compressed. A path that only the shell's own router handles gets the index page.
 
 use std::collections::BTreeMap;
 use std::fs;

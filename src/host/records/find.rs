@@ -24,7 +24,7 @@ pub fn interactions(logs: &Path, ids: &BTreeSet<String>) -> Result<BTreeMap<Stri
         let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
         let judge = |line: &str| if may_match(line) { Verdict::Take } else { Verdict::Skip };
         let page = match page::newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {
-            // Rotated away meanwhile, as is everything older.
+            // Rotated away in the meantime, as is everything older.
             Err(PageError::Gone) => break,
             page => page?,
         };

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn warning_is_given_once() {
+    fn warning_is_issued_once() {
         let limit = dollars(1000);
         assert!(crosses_warning_threshold(limit, dollars(799), dollars(800)));
         assert!(crosses_warning_threshold(limit, dollars(0), dollars(2000)));

@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn long_line_is_complete_before_the_next_file() {
+    fn long_line_is_finished_before_the_next_file() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");

@@ -40,7 +40,7 @@ const MAX_LINE_BYTES: u64 = 8 << 20;
 const CHUNK_BYTES: usize = 256 << 10;
 
 /// Fail points of a compaction.
-pub const POINTS: &[&str] = &["usage.begin", "usage.written", "usage.replaced"];
+pub const FAILPOINTS: &[&str] = &["usage.begin", "usage.written", "usage.replaced"];
 
 /// The ledger and its files.
 pub struct Book {
@@ -153,7 +153,7 @@ impl Book {
         let Some((file, _)) = files::open(&path).map_err(FileError::at("read", &path))? else {
             return Ok(None);
         };
-        let was = Extent::of(&file).map_err(FileError::at("look at", &path))?;
+        let was = Extent::of(&file).map_err(FileError::at("stat", &path))?;
         let write = || -> io::Result<Option<u64>> {
             failpoint::pass("usage.begin").map_err(io::Error::other)?;
             let written = self.write_all(&new)?;
@@ -292,7 +292,7 @@ fn days(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
         let Some(day) = entry.file_name().to_str().and_then(|name| INTERACTIONS.day(name)) else { continue };
         let meta = match entry.metadata() {
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            meta => meta.map_err(FileError::at("look at", &entry.path()))?,
+            meta => meta.map_err(FileError::at("stat", &entry.path()))?,
         };
         if meta.is_file() {
             days.entry(day).or_default().push((entry.path(), meta.len()));

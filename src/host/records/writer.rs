@@ -186,11 +186,11 @@ impl Records {
         self.0.wake.notify_one();
         let end = Instant::now() + within;
         while queue.flushes_done < mine {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() || queue.thread == Thread::Ended {
+            let remaining = end.saturating_duration_since(Instant::now());
+            if remaining.is_zero() || queue.thread == Thread::Ended {
                 return false;
             }
-            queue = self.0.flushed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = self.0.flushed.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }
@@ -278,11 +278,11 @@ impl Shared {
             // Limits the age of lines that were accepted since the last interval.
             let end = Instant::now() + FLUSH_INTERVAL;
             while !queue.is_enough() && !queue.has_request() {
-                let left = end.saturating_duration_since(Instant::now());
-                if left.is_zero() {
+                let remaining = end.saturating_duration_since(Instant::now());
+                if remaining.is_zero() {
                     break;
                 }
-                queue = self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+                queue = self.wake.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0;
             }
             if queue.has_work() || is_due() {
                 return queue;
@@ -295,8 +295,8 @@ impl Shared {
             while queue.thread == Thread::Asleep && !queue.has_work() && !is_due() {
                 queue = match sync_at {
                     Some(at) => {
-                        let left = at.saturating_duration_since(Instant::now());
-                        self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0
+                        let remaining = at.saturating_duration_since(Instant::now());
+                        self.wake.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0
                     }
                     None => self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner),
                 };

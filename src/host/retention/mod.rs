@@ -28,7 +28,7 @@ use svc_base::fsx::FileError;
 use svc_http::request_id;
 
 /// Fail points of a run.
-pub const POINTS: &[&str] =
+pub const FAILPOINTS: &[&str] =
     &["heartbeat.begin", "heartbeat.rotated", "heartbeat.expired", "heartbeat.measured"];
 
 #[derive(clap::Parser)]

@@ -53,7 +53,7 @@ impl Marker {
         let text = serde_json::to_vec(self).expect("a marker of plain fields is JSON");
         // On a machine, root owns the directory, and the marker is a link into a directory that this program can write
         // to.
-        let target = fsx::through_link(&layout.restore_complete());
+        let target = fsx::resolve_link(&layout.restore_complete());
         fsx::write_atomic(&target, &text, 0o644)
     }
 }

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn is_held_reports_a_holder_and_takes_nothing() {
+    fn is_held_reports_holder_without_taking_lock() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.lock");
         assert!(!Lock::is_held(&path).unwrap(), "there is no such file yet");

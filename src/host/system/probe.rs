@@ -41,7 +41,7 @@ impl Gateway {
         self.is_success(&self.ready).await
     }
 
-    /// Whether the gateway's process runs and answers.
+    /// Whether the gateway's process runs and responds.
     pub async fn is_alive(&self) -> bool {
         self.is_success(&self.live).await
     }

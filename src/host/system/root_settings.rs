@@ -24,7 +24,7 @@ pub enum AcceptReason {
     /// Parsed as a number or an enumerated value, within limits.
     Choice,
     /// A credential that the other user has itself. Root sends it to its own address of the platform or to an address
-    /// of this list, and never in place of a credential of its own.
+    /// of this list, and never in place of its own credential.
     Credential,
     /// An address to which root sends only values of this list.
     Address,
@@ -59,7 +59,7 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 28] = [
     (&store::OBJECT_STORE_BUCKET, AcceptReason::Address),
     (&store::S3_BUCKET, AcceptReason::Address),
     (&vars::GATEWAY_LISTEN, AcceptReason::Address),
-    // Only until root has a value of its own: see `copy_platform_url`.
+    // Only until root has its own value: see `copy_platform_url`.
     (&vars::PLATFORM_INTERNAL_URL, AcceptReason::Address),
     (&vars::SVC_PROOF_KEYS, AcceptReason::Judged),
     (&vars::ADMIN_TOKEN, AcceptReason::Credential),
@@ -139,7 +139,7 @@ mod tests {
     const A_KEY: Variable = undeclared("A_KEY");
 
     #[test]
-    fn root_takes_only_listed_settings_of_others() {
+    fn root_reads_only_listed_settings_of_others() {
         let own = [
             &vars::SVC_PG_BIN_DIR,
             &vars::SVC_BUNDLE_PUBLIC_KEYS,

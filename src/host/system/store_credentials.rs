@@ -350,9 +350,9 @@ fn refusal_error(status: StatusCode, body: &[u8]) -> CredentialError {
     if code == "superseded" {
         CredentialError::Withdrawn
     } else if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
-        CredentialError::Unavailable(format!("the platform answered {status} {code}"))
+        CredentialError::Unavailable(format!("the platform returned {status} {code}"))
     } else {
-        CredentialError::Refused(format!("the platform answered {status} {code}"))
+        CredentialError::Refused(format!("the platform returned {status} {code}"))
     }
 }
 
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn short_session_is_renewed_in_its_last_two_thirds() {
+    fn short_session_is_renewed_in_its_middle_third() {
         let life = SignedDuration::from_mins(15);
         let (now, active) = active(life);
         let age = active.renew_at.duration_since(now);

@@ -25,7 +25,7 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
 
 /// Fail points of the storage of a token.
-pub const POINTS: &[&str] = &["token.before_store", "token.stored"];
+pub const FAILPOINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
 const MAX_BYTES: u64 = 4096;
 
@@ -124,7 +124,7 @@ impl UpgradeToken {
     /// call may be made with it before.
     pub fn make_durable(&self) -> Result<(), FileError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
-        fsx::remove_torn(&token_file.path)?;
+        fsx::remove_leftover_temp(&token_file.path)?;
         let Some(file) = token_file.open()? else { return Ok(()) };
         file.sync_all().map_err(FileError::at("sync", &token_file.path))?;
         fsx::sync_dir(token_file.path.parent().unwrap_or(Path::new("/")))

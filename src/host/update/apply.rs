@@ -25,7 +25,7 @@ use svc_machine::name::ImageVersion;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// Fail points of an update, besides those of a boot.
-pub const APPLY_POINTS: &[&str] = &[
+pub const APPLY_FAILPOINTS: &[&str] = &[
     "update.opened",
     "update.believed",
     "update.tried",
@@ -43,7 +43,7 @@ pub const APPLY_POINTS: &[&str] = &[
 ];
 
 /// Fail points of a rollback.
-pub const ROLLBACK_POINTS: &[&str] =
+pub const ROLLBACK_FAILPOINTS: &[&str] =
     &["update.reverting", "update.quarantined", "update.reverted", "update.restoring"];
 
 /// The release that a run makes current.

@@ -30,7 +30,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 
 /// Fail points of a boot.
-pub const POINTS: &[&str] = &[
+pub const FAILPOINTS: &[&str] = &[
     "update.begin",
     "update.downloading",
     "update.unpacked",

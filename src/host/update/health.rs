@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn assess_tells_starting_units_from_failed_ones() {
+    fn assess_distinguishes_starting_from_failed_units() {
         let other = "svc-code.service";
         let starting = |state: &HealthState| matches!(state, HealthState::Starting(_));
         let failed = |state: &HealthState| matches!(state, HealthState::Failed(_));

@@ -290,7 +290,7 @@ impl<S: Services> Updater<S> {
         failpoint::pass("update.well").map_err(failed(Stage::Health))
     }
 
-    /// Stops units that this release does not have, while systemd still knows them.
+    /// Stops units that this release does not have, while systemd still has them loaded.
     async fn stop_removed_units(&self, version: &ImageVersion) -> Result<(), StepError> {
         let removed = units::removed_units(&self.layout, version).map_err(failed(Stage::Units))?;
         // This process may be a run of one of its own units.

@@ -36,9 +36,9 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
-pub use boot::POINTS;
-pub use trust::KEY_POINTS;
+pub use apply::{APPLY_FAILPOINTS, ROLLBACK_FAILPOINTS};
+pub use boot::FAILPOINTS;
+pub use trust::KEY_FAILPOINTS;
 pub use unpack::{UnpackError, UnpackLimits, unpack};
 
 use apply::UpdateTarget;

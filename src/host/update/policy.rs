@@ -160,18 +160,18 @@ mod tests {
     }
 
     #[test]
-    fn older_says_whether_times_or_names_decided() {
-        let said = |version: &str, made: &str, from: &str| {
+    fn older_reports_whether_times_or_names_decided() {
+        let describe = |version: &str, made: &str, from: &str| {
             end(&manifest(version, made, None), from, Allowances::default()).unwrap_err().to_string()
         };
-        let of_one_time = said("r1", "2026-06-01T00:00:00Z", "story-1");
+        let of_one_time = describe("r1", "2026-06-01T00:00:00Z", "story-1");
         assert!(
             of_one_time.contains("made at the same time")
                 && of_one_time.contains("by its name r1 comes before story-1"),
             "{of_one_time}"
         );
         assert!(
-            said("r1", "2026-05-31T00:00:00Z", "story-1").contains("is older than story-1 of 2026-06-01")
+            describe("r1", "2026-05-31T00:00:00Z", "story-1").contains("is older than story-1 of 2026-06-01")
         );
     }
 

@@ -139,7 +139,7 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
             fsx::remove_if_exists(&opt.join(entry))?;
         }
     }
-    fsx::remove_torn_in(&layout.update_state(), |_| true)
+    fsx::remove_leftover_temps_in(&layout.update_state(), |_| true)
 }
 
 fn entries(dir: &Path) -> Result<Vec<String>, FileError> {

@@ -13,7 +13,7 @@ use svc_base::fsx::{self, FileError};
 use svc_store::bundle::KeySet;
 
 /// Fail points of the adoption of a key set.
-pub const KEY_POINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
+pub const KEY_FAILPOINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
 
 /// The trusted key set. Only the file counts: a variable of the process would survive a rotation.
 pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
@@ -42,7 +42,7 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
 
 fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     let path = layout.update_env();
-    fsx::remove_torn(&path)?;
+    fsx::remove_leftover_temp(&path)?;
     let text = fsx::read_if_exists(&path)?.unwrap_or_default();
     let pairs = [
         (vars::SVC_BUNDLE_PUBLIC_KEYS.name, set.keys.to_string()),

@@ -56,7 +56,7 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
         // Left by a killed installation.
         let is_ours =
             |name: &str| installed.contains(&dir.join(name)) || wanted.contains_key(&dir.join(name));
-        fsx::remove_torn_in(&layout.root().join(&dir), is_ours)?;
+        fsx::remove_leftover_temps_in(&layout.root().join(&dir), is_ours)?;
     }
     for (target, source) in &wanted {
         copy(source, &layout.root().join(target))?;

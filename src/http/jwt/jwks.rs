@@ -77,7 +77,7 @@ impl Jwks {
             ((Some(key), _), Err(_)) => return Ok(key),
             ((None, _), Err(_)) => self.last_fetch.lock().await,
         };
-        // Another request may have fetched the keys meanwhile.
+        // Another request may have fetched the keys in the meantime.
         let (key, freshness) = self.known(kid);
         let over = |at: Option<Instant>, pause| at.is_none_or(|at: Instant| at.elapsed() >= pause);
         let due = match (&key, freshness) {

@@ -1,6 +1,6 @@
 //! Generates OpenAPI 3.1 documents from the description beside each route's handler.
 //!
-//! Owns the types of descriptions and their conversion; knows no route. Invariant: implied problems (a body can be too
+//! Owns the types of descriptions and their conversion; contains no routes. Invariant: implied problems (a body can be too
 //! large, a credential can be missing) are derived, never declared.
 
 use std::collections::BTreeMap;

@@ -22,7 +22,7 @@ pub(super) fn open(
         };
         let until = async {
             match until {
-                Some(until) => until.ended().await,
+                Some(until) => until.wait().await,
                 None => std::future::pending().await,
             }
         };

@@ -17,14 +17,14 @@ pub struct TimeLimit {
 }
 
 impl TimeLimit {
-    pub(super) async fn ended(self) {
+    pub(super) async fn wait(self) {
         // Both outcomes mean the end.
         let _ = tokio::time::timeout_at(self.at, self.closed.cancelled()).await;
     }
 
     /// The same body, which ends with an error at the limit, so that the reader does not treat it as complete.
     pub fn bound(self, body: Body) -> Body {
-        Body::new(Bounded { body, ended: Box::pin(self.ended()) })
+        Body::new(Bounded { body, ended: Box::pin(self.wait()) })
     }
 }
 

@@ -58,7 +58,7 @@ pub enum CallResult {
     Late,
     /// Refused permanently; or the host never registers, never responds again, or is unreachable.
     Refused,
-    /// The host responds but takes no last backup; for other steps like [`Self::Late`].
+    /// The host responds but takes no final backup; for other steps like [`Self::Late`].
     BackupFailed,
 }
 
@@ -133,7 +133,7 @@ impl World {
     }
 
     /// The machine that the operation takes out of service.
-    fn leaving(&self, index: usize, id: usize) -> Option<usize> {
+    fn outgoing(&self, index: usize, id: usize) -> Option<usize> {
         match self.operations[index].kind {
             OperationKind::Delete => self.rows[id].registered.then_some(id),
             _ => self.last_registered(id),
@@ -141,55 +141,55 @@ impl World {
     }
 
     fn last_backup(&mut self, index: usize, id: usize, call_result: CallResult) {
-        let leaving = self.leaving(index, id);
-        let Some(leaving) = leaving.filter(|&leaving| {
-            !self.rows[leaving].is_server_known_gone() || self.finds_server_again(leaving)
+        let outgoing = self.outgoing(index, id);
+        let Some(outgoing) = outgoing.filter(|&outgoing| {
+            !self.rows[outgoing].is_server_known_gone() || self.detect_returned_server(outgoing)
         }) else {
             return self.advance(index, call_result, Step::Fence);
         };
-        if self.rows[leaving].power_off_ordered {
+        if self.rows[outgoing].power_off_ordered {
             return self.advance(index, call_result, self.after_backup(index));
         }
         // The deletion of that machine takes the backup.
         let deletes = |other: &Operation| {
-            other.machine == leaving && other.ending.is_none() && matches!(other.kind, OperationKind::Delete)
+            other.machine == outgoing && other.ending.is_none() && matches!(other.kind, OperationKind::Delete)
         };
         if self.operations.iter().enumerate().any(|(other, operation)| other != index && deletes(operation)) {
             return;
         }
-        let reachable = self.is_on(leaving);
+        let reachable = self.is_on(outgoing);
         match call_result {
             CallResult::Success | CallResult::LostReply if reachable => {
-                self.rows[leaving].quiesced = self.rules.stops_writers;
-                let before = self.pointers[self.rows[leaving].slot].writer;
-                self.back_up(leaving);
-                let wrote = self.pointers[self.rows[leaving].slot].writer >= before
-                    && self.pointers[self.rows[leaving].slot].data == self.rows[leaving].data;
+                self.rows[outgoing].quiesced = self.rules.stops_writers;
+                let before = self.pointers[self.rows[outgoing].slot].writer;
+                self.back_up(outgoing);
+                let wrote = self.pointers[self.rows[outgoing].slot].writer >= before
+                    && self.pointers[self.rows[outgoing].slot].data == self.rows[outgoing].data;
                 if wrote {
-                    self.rows[leaving].unsaved = false;
+                    self.rows[outgoing].unsaved = false;
                     self.advance(index, call_result, self.after_backup(index));
                 } else {
-                    self.request_decision(index, leaving);
+                    self.request_decision(index, outgoing);
                 }
             }
-            CallResult::BackupFailed if reachable => self.request_decision(index, leaving),
-            CallResult::Refused | CallResult::Success => self.skip_backup(index, leaving),
+            CallResult::BackupFailed if reachable => self.request_decision(index, outgoing),
+            CallResult::Refused | CallResult::Success => self.skip_backup(index, outgoing),
             _ => {}
         }
     }
 
     /// Requests an operator's decision, unless the loss was accepted before.
-    fn request_decision(&mut self, index: usize, leaving: usize) {
+    fn request_decision(&mut self, index: usize, outgoing: usize) {
         if self.operations[index].accept_loss {
-            self.skip_backup(index, leaving);
+            self.skip_backup(index, outgoing);
         } else {
             self.operations[index].awaits_decision = true;
         }
     }
 
-    fn skip_backup(&mut self, index: usize, leaving: usize) {
+    fn skip_backup(&mut self, index: usize, outgoing: usize) {
         let accepted = self.operations[index].accept_loss;
-        let row = &mut self.rows[leaving];
+        let row = &mut self.rows[outgoing];
         row.loss_accepted |= accepted;
         row.unsaved = self.rules.marks_unsaved && !accepted;
         self.operations[index].step = self.after_backup(index);
@@ -246,12 +246,12 @@ impl World {
     }
 
     fn power_off_server(&mut self, index: usize, id: usize, call_result: CallResult) {
-        if let Some(leaving) =
-            self.leaving(index, id).filter(|&leaving| !self.rows[leaving].is_server_known_gone())
+        if let Some(outgoing) =
+            self.outgoing(index, id).filter(|&outgoing| !self.rows[outgoing].is_server_known_gone())
         {
-            self.rows[leaving].power_off_ordered = true;
+            self.rows[outgoing].power_off_ordered = true;
             if matches!(call_result, CallResult::Success | CallResult::LostReply) {
-                self.cloud.switch(leaving, Power::Off);
+                self.cloud.switch(outgoing, Power::Off);
             }
         }
         // A refusal by the provider does not block the new machine.

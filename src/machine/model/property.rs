@@ -239,7 +239,7 @@ fn detects_deletion_of_server_reported_missing() {
 }
 
 #[test]
-fn detects_writes_after_last_backup() {
+fn detects_writes_after_final_backup() {
     let found = violations_under(Rules { stops_writers: false, ..SOUND_RULES }, Violation::LostRows);
     assert!(found.contains(&Violation::LostRows), "{found:?}");
 }

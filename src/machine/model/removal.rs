@@ -38,7 +38,7 @@ impl World {
     pub fn reconcile(&mut self) {
         for id in 0..self.rows.len() {
             if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
-                if self.finds_server_again(id) {
+                if self.detect_returned_server(id) {
                     self.rows[id].unsaved = true;
                     continue;
                 }
@@ -51,7 +51,7 @@ impl World {
     }
 
     /// Looks up the missing server of a machine that has served, and records when the provider has it.
-    pub fn finds_server_again(&mut self, id: usize) -> bool {
+    pub fn detect_returned_server(&mut self, id: usize) -> bool {
         let row = &self.rows[id];
         let was_gone = row.is_server_known_gone() && !row.removed;
         let may_be_found = was_gone && row.registered && self.rules.searches_lost_servers;

@@ -73,7 +73,8 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
     let id = tokens::claimed_operator_token(token).ok_or_else(unauthorized)?;
     let pool = if method.is_safe() { &platform.report_db } else { &platform.db };
     let session = pool.session().await?;
-    let row = db::operators::by_token(&session, id, LAST_USED_INTERVAL).await?.ok_or_else(unauthorized)?;
+    let row =
+        db::operators::find_by_token(&session, id, LAST_USED_INTERVAL).await?.ok_or_else(unauthorized)?;
     if !tokens::matches_hash(token, &row.token_hash) {
         return Err(unauthorized());
     }

@@ -131,7 +131,7 @@ async fn request_from_host(
 }
 
 /// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that still has to make its
-/// last backup.
+/// final backup.
 async fn find_holding_machine(
     session: &impl GenericClient,
     named: MachineRow,
@@ -142,8 +142,8 @@ async fn find_holding_machine(
     };
     let mut is_asked_about = false;
     if let Err(refusal) = ensure_running(&machine) {
-        // An operation may be waiting for a decision about the last backup of a machine that is out of service.
-        let operation = db::slot_operations::operation_needing_server(session, &machine).await?;
+        // An operation may be waiting for a decision about the final backup of a machine that is out of service.
+        let operation = db::slot_operations::find_operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.server_exists()).ok_or(refusal)?;
         is_asked_about = question["code"] == last_backup::HELD_BACK;
@@ -161,7 +161,7 @@ async fn find_holding_machine(
         .with("allowed", json!([])))
 }
 
-/// Finds the predecessor whose last backup an operation still needs before this machine replaces it.
+/// Finds the predecessor whose final backup an operation still needs before this machine replaces it.
 async fn find_predecessor(
     session: &impl GenericClient,
     successor: &MachineRow,
@@ -169,8 +169,10 @@ async fn find_predecessor(
     if !successor.is_active() || successor.registered_at.is_some() {
         return Ok(None);
     }
-    let Some(replaced) = db::machines::last_registered(session, successor).await? else { return Ok(None) };
-    let is_needed = db::slot_operations::operation_needing_server(session, &replaced).await?.is_some();
+    let Some(replaced) = db::machines::find_last_registered(session, successor).await? else {
+        return Ok(None);
+    };
+    let is_needed = db::slot_operations::find_operation_needing_server(session, &replaced).await?.is_some();
     Ok(Some(replaced).filter(|replaced| is_needed && replaced.server_exists()))
 }
 
@@ -261,7 +263,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
         summary: "Makes the snapshot that a host holds back, because its database has shrunk, the latest. The host is that of a \
-                  running machine, or of one whose last backup an operation waits for. Naming the replacement of such a \
+                  running machine, or of one whose final backup an operation waits for. Naming the replacement of such a \
                   machine has the same effect; `machineId` in the response names the machine whose host got the request.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],

@@ -72,11 +72,11 @@ async fn delete(
         let event = Event::DeleteRequested;
         let with = EventContext { options, ..EventContext::default() };
         let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
-        let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
-            Change::Moved { filed } => filed.map(|filed| filed.operation),
+        let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
+            Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
                 // A repeated request responds with the operation of the first one.
-                let operation = db::operations::newest(tx, id, "delete").await?;
+                let operation = db::operations::find_newest(tx, id, "delete").await?;
                 let options = operation.as_ref().map_or(options, |operation| operation.options);
                 let operation = operation.map(|operation| operation.id);
                 let deletion = Deletion { operation, options, copies };
@@ -86,7 +86,7 @@ async fn delete(
             }
         };
         let deleted = db::machines::get(tx, id).await?.ok_or_else(not_found)?;
-        let body = body(platform, tx, &deleted, &Deletion { operation: filed, options, copies }).await?;
+        let body = body(platform, tx, &deleted, &Deletion { operation: created, options, copies }).await?;
         let reply = Reply::new(StatusCode::ACCEPTED, body);
         let (before, after) = (Some(machine.record()), Some(deleted.record()));
         Ok(Effect::changed(reply, AuditChange { action: "delete", target: id.to_string(), before, after }))
@@ -147,12 +147,12 @@ async fn find_also_deleted(
     if machine.registered_at.is_some() {
         return Ok(None);
     }
-    let Some(last) = db::machines::last_registered(tx, machine).await? else { return Ok(None) };
+    let Some(last) = db::machines::find_last_registered(tx, machine).await? else { return Ok(None) };
     // One transaction deleted both; an earlier deletion has a different time.
     if last.deleted_at.is_none() || last.deleted_at != machine.deleted_at {
         return Ok(None);
     }
-    let operation = db::operations::newest(tx, last.id, "delete").await?;
+    let operation = db::operations::find_newest(tx, last.id, "delete").await?;
     Ok(operation.map(|operation| (last, operation)))
 }
 
@@ -160,13 +160,13 @@ const NOW: Parameter = Parameter {
     name: "now",
     location: ParameterLocation::Query,
     schema: boolean,
-    about: "true: the server is deleted as soon as the last backup has been taken, and undelete is not possible.",
+    about: "true: the server is deleted as soon as the final backup has been taken, and undelete is not possible.",
 };
 const ACCEPT_LOSS: Parameter = Parameter {
     name: "acceptLoss",
     location: ParameterLocation::Query,
     schema: boolean,
-    about: "true: if no last backup can be taken, data that no snapshot contains may be lost.",
+    about: "true: if no final backup can be taken, data that no snapshot contains may be lost.",
 };
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -175,7 +175,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "delete",
         method: Method::DELETE,
         path: "/vps/{id}",
-        summary: "Deletes a machine: a last backup is taken, then its server is switched off and kept for a grace period.",
+        summary: "Deletes a machine: a final backup is taken, then its server is switched off and kept for a grace period.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NOW, ACCEPT_LOSS, IDEMPOTENCY_KEY, PREFER],
         body: None,

@@ -120,11 +120,11 @@ async fn create_rollout(
 
 /// Inserts the rollout with the machines that it reaches.
 async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Result<RolloutId, Problem> {
-    if let Some(open) = rollouts::open(tx).await? {
+    if let Some(open) = rollouts::find_open(tx).await? {
         let problem = Problem::new(Code::Conflict, format!("Rollout {} is already running.", open.id));
         return Err(problem.with("rolloutId", json!(open.id)));
     }
-    let reachable = rollouts::reachable(tx, request.handles.as_deref()).await?;
+    let reachable = rollouts::list_reachable_machines(tx, request.handles.as_deref()).await?;
     for handle in request.handles.iter().flatten() {
         if !reachable.iter().any(|(_, of)| of == handle.as_str()) {
             return Err(unreachable_target(tx, handle).await?);
@@ -146,7 +146,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
 
 /// The problem of a handle whose machine a rollout cannot reach.
 async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
-    let Some(machine) = db::machines::by_handle(client, handle).await? else {
+    let Some(machine) = db::machines::find_by_handle(client, handle).await? else {
         return Ok(problems::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {
@@ -170,7 +170,7 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.authenticate_operator(&platform).await?;
     call.query_fields().finish(Some(()))?;
     let session = platform.db.session().await?;
-    let rollouts = rollouts::newest(&session, MAX_LISTED_ROLLOUTS).await?;
+    let rollouts = rollouts::list_newest(&session, MAX_LISTED_ROLLOUTS).await?;
     let rollouts = resource::rollout::summaries(&session, &rollouts).await?;
     Ok(Json(RolloutList { rollouts }).into_response())
 }

@@ -71,7 +71,7 @@ async fn discard(
 
 /// The running operation that deletes the server.
 async fn pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Option<OperationId>, Problem> {
-    let removal = db::operations::newest(tx, id, OperationKind::RemoveServer.as_str()).await?;
+    let removal = db::operations::find_newest(tx, id, OperationKind::RemoveServer.as_str()).await?;
     Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
 }
 
@@ -100,13 +100,13 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
 }
 
 /// Rejects a server that is still needed, or that may hold the only copy of the slot's data: without `acceptLoss`, the
-/// database must have a last backup or an earlier accepted loss on record.
+/// database must have a final backup or an earlier accepted loss on record.
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
         let why = format!("No snapshot contains the data written on it since {}.", rfc3339_ms(since));
         return Err(refused(machine, &why));
     }
-    if let Some(operation) = db::slot_operations::operation_needing_server(tx, machine).await? {
+    if let Some(operation) = db::slot_operations::find_operation_needing_server(tx, machine).await? {
         let why = format!(
             "The {} {} still needs this server; wait until it has ended.",
             operation.noun(),
@@ -117,7 +117,7 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
     if db::machines::is_successor_unproven(tx, machine).await? {
         let holds = match machine.final_backup_at {
             Some(at) => format!("The snapshot of {} contains its data", rfc3339_ms(at)),
-            None => "No last backup of it is on record, so this server may hold the only copy of its data"
+            None => "No final backup of it is on record, so this server may hold the only copy of its data"
                 .to_owned(),
         };
         let why = format!(
@@ -133,7 +133,7 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
     if db::slot_operations::is_loss_accepted(tx, machine.id).await? {
         return Ok(());
     }
-    Err(refused(machine, "Neither a last backup of this machine nor an accepted loss is on record."))
+    Err(refused(machine, "Neither a final backup of this machine nor an accepted loss is on record."))
 }
 
 fn refused(machine: &MachineRow, why: &str) -> Problem {
@@ -161,7 +161,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         responses: &[documented_json(
             202,
             "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \
-             once it has been filed; `alreadyOrdered`: an earlier request or the end of the grace period ordered it.",
+             once it has been created; `alreadyOrdered`: an earlier request or the end of the grace period ordered it.",
             schema_of::<DiscardedMachine>,
         )],
         problems: &[

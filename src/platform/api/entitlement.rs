@@ -22,7 +22,7 @@ pub async fn ensure_entitled(
     slot: &Slot,
     server_type: &ServerType,
 ) -> Result<(), Problem> {
-    let subscription = db::slots::get(client, user, slot).await?;
+    let subscription = db::slots::find_subscription(client, user, slot).await?;
     match subscription.filter(|subscription| subscription.is_entitled(Timestamp::now())) {
         Some(subscription) => ensure_plan_includes(subscription.plan, server_type),
         None => Err(Problem::new(

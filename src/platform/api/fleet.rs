@@ -32,12 +32,12 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     call.authenticate_operator(&platform).await?;
     call.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
-    let rows = db::fleet::all(&session).await?;
+    let rows = db::fleet::list_active_machines(&session).await?;
     let mut summary = fleet::summarize(&rows, platform.config.timing.tokens.rotate);
-    ended_machines::add_to(&mut summary, &db::ended_machines::needing_attention(&session).await?);
+    ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
     let hosts = &platform.config.hosts;
-    let open = rollouts::open(&session).await?;
-    let (overdue, total) = db::operations::overdue(&session, OPERATION_OVERDUE, MAX_LISTED).await?;
+    let open = rollouts::find_open(&session).await?;
+    let (overdue, total) = db::operations::list_overdue(&session, OPERATION_OVERDUE, MAX_LISTED).await?;
     let fleet = Fleet {
         totals: summary.totals,
         backups: summary.backups,
@@ -47,7 +47,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         rollout: resource::rollout::summaries(&session, open.as_slice()).await?.pop(),
         overdue_operations: overdue.iter().map(overdue_operation).collect(),
         overdue_operations_total: total.unsigned_abs(),
-        alarms: alarms::active(&session, &platform.config.timing).await?,
+        alarms: alarms::list_active(&session, &platform.config.timing).await?,
         as_of: now_ms().into(),
     };
     Ok(Json(fleet).into_response())

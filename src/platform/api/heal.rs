@@ -74,7 +74,7 @@ pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: E
 async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
     // A running power operation records the state itself.
-    if db::operations::running(&platform.host_db.session().await?, machine.id).await?.is_some() {
+    if db::operations::find_running(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
     }
     if !platform.server_checks.take_turn(machine.id) {
@@ -88,7 +88,9 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine.id).await? else { return Ok(false) };
-    if row.powered_off_at != machine.powered_off_at || db::operations::running(&tx, row.id).await?.is_some() {
+    if row.powered_off_at != machine.powered_off_at
+        || db::operations::find_running(&tx, row.id).await?.is_some()
+    {
         return Ok(false);
     }
     machine_server::clear_powered_off(&tx, row.id).await?;

@@ -57,7 +57,7 @@ fn respond(ok: bool, body: serde_json::Value) -> Response {
 async fn database(platform: &Platform) -> bool {
     let probe = async {
         let session = platform.db.session().await?;
-        db::rows(&session, "SELECT 1", &[]).await
+        db::query(&session, "SELECT 1", &[]).await
     };
     match tokio::time::timeout(PROBE_TIMEOUT, probe).await {
         Ok(Ok(_)) => true,

@@ -246,7 +246,7 @@ async fn holds_slot_in_store(
     Ok(false)
 }
 
-/// Whether the platform still waits for the machine's last backup, which its host must be able to write.
+/// Whether the platform still waits for the machine's final backup, which its host must be able to write.
 pub(super) async fn needs_last_backup(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
     let session = platform.host_db.session().await?;
     let Some(operation) = db::machines::stopped_for(&session, machine).await? else { return Ok(false) };

@@ -37,7 +37,7 @@ pub async fn handle(
     Ok(Json(detail).into_response())
 }
 
-/// A machine as the database knows it.
+/// A machine as the database records it.
 struct StoredMachine {
     machine: MachineRow,
     operations: Vec<svc_wire::operation::Operation>,

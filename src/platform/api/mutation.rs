@@ -119,7 +119,9 @@ impl Mutation {
     /// `idempotency_mismatch` if that was a different request.
     pub async fn replay(&self, client: &impl GenericClient) -> Result<Option<Reply>, Problem> {
         let Some(key) = &self.key else { return Ok(None) };
-        let Some(stored) = db::idempotency::get(client, &self.actor, key).await? else { return Ok(None) };
+        let Some(stored) = db::idempotency::find_response(client, &self.actor, key).await? else {
+            return Ok(None);
+        };
         if stored.route != self.route || stored.body_hash != self.body_hash {
             return Err(Problem::new(
                 Code::IdempotencyMismatch,
@@ -209,7 +211,7 @@ impl Mutation {
             status: reply.status.as_u16(),
             response: reply.body.clone(),
         };
-        db::idempotency::put(tx, &self.actor, key, &stored).await
+        db::idempotency::store_response(tx, &self.actor, key, &stored).await
     }
 }
 

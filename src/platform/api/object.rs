@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_read_as_the_standard_says() {
+    fn ranges_follow_rfc_9110() {
         assert_eq!(parse_range("bytes=0-4", 10), RequestedRange::Partial(0..5));
         assert_eq!(parse_range("bytes=5-", 10), RequestedRange::Partial(5..10));
         assert_eq!(parse_range("bytes=-3", 10), RequestedRange::Partial(7..10));

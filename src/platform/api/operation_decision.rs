@@ -20,7 +20,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self, machine_changes};
 use crate::lifecycle::{self, EventContext};
-use crate::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
+use crate::operations::last_backup::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
 use crate::operations::later_holder;
 use crate::resource;
 use svc_base::clock::rfc3339_ms;
@@ -170,7 +170,7 @@ async fn accept_loss(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(
     }
     if is_snapshot_question(operation) {
         resume_step(tx, operation, operation.options, "the operator chose the latest snapshot").await?;
-        return Ok(db::operations::add_fact(tx, operation.id, ANSWERED, &json!(true)).await?);
+        return Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
     }
     // The host may report progress for hours.
     let give_up_backup = operation.question.is_none() && operation.step == Step::LastBackup.as_str();
@@ -200,7 +200,7 @@ async fn restore_snapshot(
     let why = format!("the operator chose the snapshot {}", key.as_str());
     resume_step(tx, operation, operation.options, &why).await?;
     db::machine_changes::set_restore_snapshot(tx, operation.machine, key.as_str()).await?;
-    Ok(db::operations::add_fact(tx, operation.id, ANSWERED, &json!(true)).await?)
+    Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
 }
 
 /// Runs the waiting step again with the decision.

@@ -98,7 +98,7 @@ async fn rotate(
     let token_value = platform.mint.operator_token(id);
     let outcome = mutation
         .run(&platform, async |tx| {
-            let before = db::operators::locked(tx, &name).await?.ok_or_else(|| not_found(&name))?;
+            let before = db::operators::find_and_lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
             // A rotation hands the operator's scopes to the caller.
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
@@ -127,7 +127,7 @@ async fn revoke(
 
     let outcome = mutation
         .run(&platform, async |tx| {
-            let before = db::operators::locked(tx, &name).await?.ok_or_else(|| not_found(&name))?;
+            let before = db::operators::find_and_lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
             let after = db::operators::revoke(tx, &name).await?;
             let reply = Reply::new(StatusCode::OK, wire::Operator::from(&after));
             if before.revoked_at.is_some() {
@@ -242,7 +242,7 @@ async fn replayed(platform: &Platform, reply: Reply) -> Result<Reply, Problem> {
     let id: Option<OperatorTokenId> = reply.body["tokenId"].as_str().and_then(|id| id.parse().ok());
     let Some(id) = id else { return Ok(reply) };
     let session = platform.db.session().await?;
-    let stored = db::operators::by_token(&session, id, Duration::ZERO).await?;
+    let stored = db::operators::find_by_token(&session, id, Duration::ZERO).await?;
     // A token that has expired or was replaced is useless, so any key will do.
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {

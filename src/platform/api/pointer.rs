@@ -68,10 +68,11 @@ impl PointerTarget {
         }
     }
 
-    /// Whether the database knows the slot.
+    /// Whether the database has a record of the slot.
     async fn is_known(&self, client: &impl GenericClient) -> Result<bool, DbError> {
-        let machines = db::machines::newest_of_slot(client, &self.user, &self.slot).await?;
-        Ok(!machines.is_empty() || db::slots::get(client, &self.user, &self.slot).await?.is_some())
+        let machines = db::machines::list_newest_of_slot(client, &self.user, &self.slot).await?;
+        Ok(!machines.is_empty()
+            || db::slots::find_subscription(client, &self.user, &self.slot).await?.is_some())
     }
 
     async fn load_record(
@@ -79,11 +80,11 @@ impl PointerTarget {
         client: &impl GenericClient,
         mint: &TokenMint,
     ) -> Result<SlotRecord, DbError> {
-        let current = db::machines::in_slot(client, &self.user, &self.slot).await?;
+        let current = db::machines::find_in_slot(client, &self.user, &self.slot).await?;
         // Until its server has been ordered, the fence is still its predecessor's.
         let holder = match current {
             Some(current) if current.create_ordered_at.is_none() && current.provider_server_id.is_none() => {
-                db::machines::last_registered(client, &current).await?
+                db::machines::find_last_registered(client, &current).await?
             }
             current => current,
         };
@@ -91,7 +92,7 @@ impl PointerTarget {
             let proof = mint.fence_proof(&self.prefix(), machine.epoch, machine.id);
             CurrentFence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
         });
-        let highest = db::machines::highest_epoch(client, &self.user, &self.slot).await?;
+        let highest = db::machines::find_highest_epoch(client, &self.user, &self.slot).await?;
         Ok(SlotRecord { highest, holder })
     }
 }
@@ -149,7 +150,7 @@ async fn replace(
     let inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_known, &inspection)?;
     if inspection.found.is_sound() && sound == SoundPointer::Keep {
-        // The original of a repeated request may have completed meanwhile.
+        // The original of a repeated request may have completed in the meantime.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
         }
@@ -189,7 +190,7 @@ async fn replace(
     let reply = Reply::new(StatusCode::OK, rebuilt);
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    // A repeated request may have completed meanwhile.
+    // A repeated request may have completed in the meantime.
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
@@ -199,7 +200,7 @@ async fn replace(
     Ok(reply)
 }
 
-/// Rejects a slot that neither the database nor the store knows.
+/// Rejects a slot that is in neither the database nor the store.
 fn ensure_exists(target: &PointerTarget, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
     if is_known || inspection.snapshots > 0 || !matches!(inspection.found, PointerState::Sound(None)) {
         return Ok(());

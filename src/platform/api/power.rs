@@ -90,9 +90,9 @@ async fn power(
         PowerAction::Off => machine_server::mark_powered_off(&change.tx, id).await?,
         PowerAction::On | PowerAction::Reboot => {}
     }
-    let filed =
-        db::operations::file(&change.tx, id, operation_kind(action), OperationOptions::default()).await?;
-    let body = |after: &MachineRow| body(after, action, Some(filed));
+    let created =
+        db::operations::create(&change.tx, id, operation_kind(action), OperationOptions::default()).await?;
+    let body = |after: &MachineRow| body(after, action, Some(created));
     change.end(ChangeEffect::Changed(audit_action(action)), StatusCode::ACCEPTED, body).await
 }
 
@@ -131,7 +131,7 @@ async fn find_same_operation(
     machine: &MachineRow,
     action: PowerAction,
 ) -> Result<Option<OperationId>, Problem> {
-    let Some(operation) = db::operations::running(tx, machine.id).await? else { return Ok(None) };
+    let Some(operation) = db::operations::find_running(tx, machine.id).await? else { return Ok(None) };
     if operation.kind == operation_kind(action).as_str() {
         return Ok(Some(operation.id));
     }

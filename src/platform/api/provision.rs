@@ -21,7 +21,7 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self};
-use crate::lifecycle::{self, Change, EventContext, FiledOperation, MachineRequest};
+use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequest};
 use axum::routing::post;
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, boolean, fields, schema_of};
@@ -127,9 +127,10 @@ async fn provision(
         if owner != request.user.as_str() {
             return Err(handle_taken(&request.handle));
         }
-        let filed = create_machine(platform, tx, request, plan, existing.as_ref()).await?;
-        let machine = db::machines::get(tx, filed.machine).await?.ok_or_else(|| machine_missing(filed))?;
-        let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
+        let created = create_machine(platform, tx, request, plan, existing.as_ref()).await?;
+        let machine =
+            db::machines::get(tx, created.machine).await?.ok_or_else(|| machine_missing(created))?;
+        let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(created.operation)));
         let mut after = machine.record();
         after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
         let change = AuditChange {
@@ -178,7 +179,7 @@ pub async fn release_of_slot(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<ImageVersion, Problem> {
-    let known = db::slots::release(&platform.db.session().await?, user, slot).await?;
+    let known = db::slots::find_release(&platform.db.session().await?, user, slot).await?;
     Ok(known.unwrap_or_else(|| platform.config.provisioning.image_version.clone()))
 }
 
@@ -188,7 +189,7 @@ async fn create_machine(
     request: &ProvisionRequest,
     plan: ProvisionPlan,
     failed: Option<&MachineRow>,
-) -> Result<FiledOperation, Problem> {
+) -> Result<CreatedOperation, Problem> {
     let config = &platform.config;
     let wanted = MachineRequest {
         user: request.user.clone(),
@@ -221,8 +222,8 @@ async fn create_machine(
     let event = Event::ProvisionRequested { restore };
     let change = lifecycle::apply(tx, &platform.mint, failed, &event, with).await;
     match change.map_err(|error| problems::lifecycle_problem(error, failed))? {
-        Change::Moved { filed: Some(filed) } => Ok(filed),
-        Change::Moved { filed: None } | Change::Unchanged => {
+        Change::Moved { created: Some(created) } => Ok(created),
+        Change::Moved { created: None } | Change::Unchanged => {
             Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1))
         }
     }
@@ -238,10 +239,10 @@ async fn check_admission(
     if !config.enabled.is_on() {
         return Err(Problem::new(Code::Disabled, "Provisioning is disabled (CUSTOMER_VPS_ENABLED)."));
     }
-    let existing = db::machines::in_slot(client, &request.user, &request.slot).await?;
+    let existing = db::machines::find_in_slot(client, &request.user, &request.slot).await?;
     if existing.is_none()
         && let Some(deletion) =
-            db::slot_operations::pending_final_backup(client, &request.user, &request.slot).await?
+            db::slot_operations::find_pending_final_backup(client, &request.user, &request.slot).await?
     {
         return Err(being_deleted(&deletion));
     }
@@ -261,7 +262,7 @@ async fn check_admission(
         MachineKind::Customer => {}
         MachineKind::Preview => {
             entitlement::ensure_plan_includes(Plan::Max, &request.server_type)?;
-            let others = db::machines::active_previews(client, &request.user).await?;
+            let others = db::machines::count_active_previews(client, &request.user).await?;
             if existing.is_none() && others >= i64::from(config.preview_max_per_owner) {
                 let detail = format!("The user already has {others} previews; delete one first.");
                 return Err(Problem::new(Code::PreviewLimitReached, detail).retry_after(3600));
@@ -308,7 +309,7 @@ fn has_failed(machine: &MachineRow) -> bool {
     machine.status == Status::Failed
 }
 
-/// The problem of a slot whose deleted machine is still taking its last backup, which decides what the new one restores.
+/// The problem of a slot whose deleted machine is still taking its final backup, which decides what the new one restores.
 fn being_deleted(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let what = format!("The deletion of the slot's machine {machine} (operation {id})");
@@ -318,7 +319,7 @@ fn being_deleted(deletion: &OperationRow) -> Problem {
         (Problem::new(Code::InvalidState, detail), "waiting")
     } else {
         let wait = format!("provision again when it has ended (`svcctl operation show {id} --wait`).");
-        let detail = format!("{what} is still taking its last backup: {wait}");
+        let detail = format!("{what} is still taking its final backup: {wait}");
         (Problem::new(Code::InvalidState, detail).retry_after(5), "deleting")
     };
     problem.with("machineStatus", json!(state)).with("operationId", json!(id))
@@ -328,8 +329,8 @@ fn handle_taken(handle: &Handle) -> Problem {
     Problem::new(Code::HandleTaken, format!("The handle {handle} belongs to another user."))
 }
 
-fn machine_missing(filed: FiledOperation) -> Problem {
-    problems::machine_not_found(&filed.machine.to_string())
+fn machine_missing(created: CreatedOperation) -> Problem {
+    problems::machine_not_found(&created.machine.to_string())
 }
 
 fn body(machine: &MachineRow, operation: Option<OperationId>) -> ProvisionedMachine {

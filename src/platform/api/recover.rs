@@ -94,7 +94,7 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
 struct RecoveryPlan {
     restore: RestoreMode,
     snapshot: Option<String>,
-    /// A stored snapshot that is newer than the one to restore. A last backup of the host supersedes both.
+    /// A stored snapshot that is newer than the one to restore. A final backup of the host supersedes both.
     newer: Option<SideRecord>,
     image_version: ImageVersion,
     bundle_sha256: String,
@@ -145,7 +145,7 @@ async fn recover(
         return Ok(reply);
     }
     let machine =
-        require_machine(db::machines::in_slot(&session, &request.user, &request.slot).await?, request)?;
+        require_machine(db::machines::find_in_slot(&session, &request.user, &request.slot).await?, request)?;
     drop(session);
     // A running recovery needs no lookups. No row or session is held during requests to the store.
     let plan = if machine.status == Status::Recovering {
@@ -189,15 +189,15 @@ async fn recover(
             ..EventContext::default()
         };
         let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
-        let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
-            Change::Moved { filed: Some(filed) } => filed,
-            Change::Moved { filed: None } | Change::Unchanged => return Err(changed_meanwhile()),
+        let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
+            Change::Moved { created: Some(created) } => created,
+            Change::Moved { created: None } | Change::Unchanged => return Err(changed_meanwhile()),
         };
-        let new = db::machines::get(tx, filed.machine).await?;
-        let new = new.ok_or_else(|| problems::machine_not_found(&filed.machine.to_string()))?;
+        let new = db::machines::get(tx, created.machine).await?;
+        let new = new.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
         let recovered = RecoveredMachine {
             newer_snapshot: plan.newer.as_ref().map(copies::newer_resource),
-            ..body(machine.id, &new, filed.operation)
+            ..body(machine.id, &new, created.operation)
         };
         let reply = Reply::new(StatusCode::ACCEPTED, recovered);
         let change = AuditChange {
@@ -288,8 +288,8 @@ async fn respond_during_recovery(
     machine: &MachineRow,
     request: &RecoveryRequest,
 ) -> Result<Reply, Problem> {
-    let old = db::machines::replaced_by(client, machine.id).await?;
-    let operation = db::operations::newest(client, machine.id, "recover").await?;
+    let old = db::machines::find_replaced_by(client, machine.id).await?;
+    let operation = db::operations::find_newest(client, machine.id, "recover").await?;
     let (Some(old), Some(operation)) = (old, operation) else {
         return Err(problems::machine_not_found("that this one replaces"));
     };

@@ -73,7 +73,7 @@ async fn resize(
         }
         if is_change(&machine, to)? {
             entitlement::ensure_machine_entitled(platform, tx, &machine, to).await?;
-            if let Some(operation) = db::operations::running(tx, id).await? {
+            if let Some(operation) = db::operations::find_running(tx, id).await? {
                 let detail = format!("Its operation {} ({}) is running.", operation.id, operation.kind);
                 return Err(Problem::new(Code::InvalidState, detail)
                     .with("machineStatus", json!(machine.status))
@@ -82,14 +82,14 @@ async fn resize(
         }
         let event = Event::ResizeRequested { to: to.clone() };
         let change = lifecycle::apply(tx, &platform.mint, &machine, &event, EventContext::default()).await;
-        let filed = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
-            Change::Moved { filed } => filed.map(|filed| filed.operation),
+        let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
+            Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
                 return Ok(Effect::unchanged(Reply::new(StatusCode::OK, body(&machine, to, None))));
             }
         };
         let resizing = require_machine(db::machines::get(tx, id).await?, id)?;
-        let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, filed));
+        let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, created));
         let (before, after) = (Some(machine.record()), Some(resizing.record()));
         Ok(Effect::changed(reply, AuditChange { action: "resize", target: id.to_string(), before, after }))
     };

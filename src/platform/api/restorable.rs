@@ -82,7 +82,7 @@ fn needed_bytes(database: u64) -> u64 {
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
 pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
-    let known = db::machines::highest_epoch(&platform.db.session().await?, user, slot).await?;
+    let known = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
     match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => {
@@ -165,7 +165,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     Err(held_by_another(detail, Some(machine)))
 }
 
-/// Rejects replacing a machine that is or is being switched off, unless the loss is accepted: its host can take a last
+/// Rejects replacing a machine that is or is being switched off, unless the loss is accepted: its host can take a final
 /// backup only after it has been switched on again.
 ///
 /// # Errors
@@ -176,7 +176,7 @@ pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(
     let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepted) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(
-        "Machine {id} has been switched off since {since}, so its host cannot take a last backup: data that it wrote after \
+        "Machine {id} has been switched off since {since}, so its host cannot take a final backup: data that it wrote after \
          the newest snapshot is only on its server. Switch it on first (`svcctl power on {id} --wait`), or accept that \
          loss (`--accept-loss`)."
     );
@@ -208,7 +208,7 @@ pub async fn ensure_may_start_empty(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<(), Problem> {
-    let newest = db::machines::newest_backup(&platform.db.session().await?, user, slot).await?;
+    let newest = db::machines::newest_backup_time(&platform.db.session().await?, user, slot).await?;
     let Some(taken_at) = newest else { return Ok(()) };
     let pointer = pointer_io::read(&platform.bucket, &SlotPrefix::new(user, slot)).await?;
     if pointer.and_then(|read| read.value.emptied_at).is_some_and(|emptied_at| emptied_at > taken_at) {
@@ -232,7 +232,7 @@ pub async fn ensure_no_unsaved_data(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<(), Problem> {
-    let machines = db::machines::newest_of_slot(client, user, slot).await?;
+    let machines = db::machines::list_newest_of_slot(client, user, slot).await?;
     let mut served = machines.iter().filter(|machine| machine.registered_at.is_some());
     if let Some(last) = served.next()
         && may_hold_data(client, last).await?

@@ -30,8 +30,8 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
 
     let outcome = mutation
         .run(&platform, async |tx| {
-            let before = slots::get(tx, &slot.user, &slot.slot).await?;
-            slots::put(tx, &slot).await?;
+            let before = slots::find_subscription(tx, &slot.user, &slot.slot).await?;
+            slots::upsert_subscription(tx, &slot).await?;
             let after = Subscription::from(&slot);
             let change = AuditChange {
                 action: "slot.set",

@@ -18,7 +18,7 @@ use super::{problems, restorable};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self};
-use crate::lifecycle::{self, Change, EventContext, FiledOperation};
+use crate::lifecycle::{self, Change, CreatedOperation, EventContext};
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -54,12 +54,12 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
-    if let Some(filed) = find_undo(&change.tx, &change.machine).await? {
-        let body = |after: &MachineRow| body(after, filed, true);
+    if let Some(created) = find_undo(&change.tx, &change.machine).await? {
+        let body = |after: &MachineRow| body(after, created, true);
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
-    let filed = reinstate(platform, &change.tx, &change.machine).await?;
-    let body = |after: &MachineRow| body(after, filed, false);
+    let created = reinstate(platform, &change.tx, &change.machine).await?;
+    let body = |after: &MachineRow| body(after, created, false);
     change.end(ChangeEffect::Changed("undelete"), StatusCode::ACCEPTED, body).await
 }
 
@@ -76,17 +76,17 @@ pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Res
 }
 
 /// Finds the operation that has already undone the machine's deletion.
-async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<FiledOperation>, Problem> {
+async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<CreatedOperation>, Problem> {
     if !machine.is_active() {
         return Ok(None);
     }
-    let deletion = db::operations::newest(tx, machine.id, "delete").await?;
-    let reinstatement = db::operations::newest(tx, machine.id, "reinstate").await?;
+    let deletion = db::operations::find_newest(tx, machine.id, "delete").await?;
+    let reinstatement = db::operations::find_newest(tx, machine.id, "reinstate").await?;
     let reinstatement = deletion
         .zip(reinstatement)
         .filter(|(deletion, reinstatement)| deletion.created_at < reinstatement.created_at);
     Ok(reinstatement
-        .map(|(_, reinstatement)| FiledOperation { machine: machine.id, operation: reinstatement.id }))
+        .map(|(_, reinstatement)| CreatedOperation { machine: machine.id, operation: reinstatement.id }))
 }
 
 /// Returns a deleted machine to its slot.
@@ -97,9 +97,9 @@ pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
-) -> Result<FiledOperation, Problem> {
+) -> Result<CreatedOperation, Problem> {
     ensure_can_reinstate(tx, machine).await?;
-    let highest = db::machines::highest_epoch(tx, &machine.user, &machine.slot).await?;
+    let highest = db::machines::find_highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
     // A machine that had failed before its deletion stays failed for the same reason.
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.heals());
@@ -108,8 +108,8 @@ pub async fn reinstate(
     let with = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
     match change.map_err(|error| problems::lifecycle_problem(error, machine))? {
-        Change::Moved { filed: Some(filed) } => Ok(filed),
-        Change::Moved { filed: None } | Change::Unchanged => Err(not_deleted(machine)),
+        Change::Moved { created: Some(created) } => Ok(created),
+        Change::Moved { created: None } | Change::Unchanged => Err(not_deleted(machine)),
     }
 }
 
@@ -120,7 +120,7 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
     if machine.registered_at.is_none() {
         return Err(refused("The machine never served: provision the slot."));
     }
-    let removal = db::operations::newest(tx, machine.id, "remove_server").await?;
+    let removal = db::operations::find_newest(tx, machine.id, "remove_server").await?;
     // A removal that was abandoned, or failed because the machine serves, has left the server untouched.
     if !machine.server_exists() || removal.as_ref().is_some_and(|removal| removal.state == "succeeded") {
         return Err(refused("Its server is deleted: provision the slot, which restores its snapshot."));
@@ -132,7 +132,7 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
             removal.id
         )));
     }
-    if db::machines::in_slot(tx, &machine.user, &machine.slot).await?.is_some() {
+    if db::machines::find_in_slot(tx, &machine.user, &machine.slot).await?.is_some() {
         return Err(refused("Another machine holds the slot; delete that machine first."));
     }
     if db::machines::has_served_since(tx, machine).await? {
@@ -154,13 +154,13 @@ fn refused(detail: &str) -> Problem {
         .with("allowed", json!([]))
 }
 
-fn body(machine: &MachineRow, filed: FiledOperation, already_undone: bool) -> UndeletedMachine {
+fn body(machine: &MachineRow, created: CreatedOperation, already_undone: bool) -> UndeletedMachine {
     UndeletedMachine {
         machine_id: machine.id.into(),
         kind: machine.kind.into(),
         status: machine.status.into(),
         epoch: machine.epoch.0.into(),
-        operation_id: filed.operation.into(),
+        operation_id: created.operation.into(),
         already_undone,
     }
 }

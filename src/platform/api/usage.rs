@@ -1,5 +1,5 @@
-//! GET `/vps/:id/usage`: the cost of an owner's dispatches, as reported by the machine's host. It is the owner's data, so each
-//! read is audited, including failed ones.
+//! GET `/vps/:id/usage`: the cost of an owner's dispatches, as reported by the machine's host. It is the owner's
+//! data, so each read is audited, including failed ones.
 
 use std::sync::Arc;
 
@@ -101,7 +101,7 @@ fn invalid_state(status: &str, detail: String) -> Problem {
 fn host_problem(id: MachineId, error: &UsageError) -> Problem {
     match error {
         UsageError::Host(HostCallError::Unreachable(_)) => {
-            Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not answer in time."))
+            Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not respond in time."))
         }
         UsageError::Host(HostCallError::Refused(StatusCode::UNAUTHORIZED)) => {
             let detail = format!(
@@ -126,7 +126,7 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
         UsageError::Host(HostCallError::Refused(status)) => {
             let status = status.as_u16();
             let detail =
-                format!("The host of machine {id} answered {status}; see its log under this request id.");
+                format!("The host of machine {id} returned {status}; see its log under this request id.");
             Problem::new(Code::HostRefused, detail)
         }
         UsageError::TooLarge(max) => {
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_keeps_known_fields_and_bounds_texts() {
+    fn parse_keeps_known_fields_and_truncates_texts() {
         let passed = serde_json::to_value(report(|it| it["secret"] = json!("x")).unwrap()).unwrap();
         assert_eq!(passed["entries"][0]["userId"], "a\u{FFFD}[2J");
         assert_eq!((&passed["totalCost"], &passed["secret"]), (&json!(1.5), &Value::Null));
@@ -276,7 +276,7 @@ mod tests {
             (refused(StatusCode::FORBIDDEN), Code::HostRefused, "update it"),
             (refused(StatusCode::NOT_FOUND), Code::HostRefused, "update it"),
             (refused(StatusCode::SERVICE_UNAVAILABLE), Code::Unavailable, "try again"),
-            (refused(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "answered 500"),
+            (refused(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "returned 500"),
             (host_problem(id, &UsageError::TooLarge(7)), Code::HostAnswerInvalid, "fewer days"),
             (host_problem(id, &unreachable), Code::HostUnreachable, "in time"),
         ] {

@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio_postgres::Row;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 
 #[derive(Debug, Clone)]
 pub struct AlarmRow {
@@ -89,7 +89,7 @@ async fn raise_with(
         AlarmLifetime::UntilCleared => None,
         AlarmLifetime::For(time) => Some(time.as_secs_f64()),
     };
-    let found = row(client, &sql, &[&alarm, &detail, &seconds]).await?;
+    let found = query_opt(client, &sql, &[&alarm, &detail, &seconds]).await?;
     let raised = |row: &Row| RaiseOutcome { is_new: row.get(0), is_released: row.get(1) };
     Ok(found.as_ref().map_or(RaiseOutcome { is_new: false, is_released: false }, raised))
 }
@@ -100,13 +100,13 @@ pub async fn clear(client: &impl GenericClient, alarm: &str) -> Result<(), DbErr
 
 pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<AlarmRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {ACTIVE}");
-    Ok(row(client, &sql, &[&alarm]).await?.as_ref().map(parse))
+    Ok(query_opt(client, &sql, &[&alarm]).await?.as_ref().map(parse))
 }
 
 /// Active alarms, oldest first.
-pub async fn active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbError> {
+pub async fn list_active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {ACTIVE} ORDER BY since, alarm");
-    Ok(rows(client, &sql, &[]).await?.iter().map(parse).collect())
+    Ok(query(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
 /// Allows work for `time` although the alarm is active; `None` where it is not.
@@ -119,5 +119,5 @@ pub async fn release(
         "UPDATE fleet_alarms SET released_until = clock_timestamp() + make_interval(secs => $2) \
          WHERE alarm = $1 AND {ACTIVE} RETURNING {COLUMNS}"
     );
-    Ok(row(client, &sql, &[&alarm, &time.as_secs_f64()]).await?.as_ref().map(parse))
+    Ok(query_opt(client, &sql, &[&alarm, &time.as_secs_f64()]).await?.as_ref().map(parse))
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
-use super::{DbError, execute, rows};
+use super::{DbError, execute, query};
 use svc_machine::id::AuditId;
 
 /// One mutating call.
@@ -84,7 +84,7 @@ pub async fn list(
     }
     params.push(&limit);
     sql += &format!(" ORDER BY at DESC, audit_id DESC LIMIT ${}", params.len());
-    let found = rows(client, &sql, &params).await?;
+    let found = query(client, &sql, &params).await?;
     let read = |row: &tokio_postgres::Row| AuditRow {
         id: AuditId(row.get(0)),
         at: row.get(1),

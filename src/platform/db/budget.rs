@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
 
-use super::{DbError, execute, row};
+use super::{DbError, execute, query_opt};
 use svc_provider::{BudgetGrant, ObservedBudget};
 
 pub async fn reserve(
@@ -20,7 +20,8 @@ pub async fn reserve(
     let capacity = seen.map(|seen| seen.capacity);
     let per_second = seen.and_then(|seen| seen.per_second);
     let age = seen.map(|seen| seen.at.elapsed().as_secs_f64());
-    let found = row(client, sql, &[&account, &want, &back, &left, &capacity, &per_second, &age]).await?;
+    let found =
+        query_opt(client, sql, &[&account, &want, &back, &left, &capacity, &per_second, &age]).await?;
     let (granted, wait) = found.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
     Ok(BudgetGrant {
         calls: u32::try_from(granted).unwrap_or(0),
@@ -37,8 +38,8 @@ pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -
 }
 
 /// The last known number of calls that the provider still allows.
-pub async fn remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
+pub async fn load_remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \
                ::float8 FROM provider_budget WHERE learnt ORDER BY at DESC LIMIT 1";
-    Ok(row(client, sql, &[]).await?.map(|row| row.get(0)))
+    Ok(query_opt(client, sql, &[]).await?.map(|row| row.get(0)))
 }

@@ -3,7 +3,7 @@
 
 use deadpool_postgres::GenericClient;
 
-use super::{DbError, rows};
+use super::{DbError, query};
 use svc_machine::id::{MachineId, OperationId};
 
 /// One such machine.
@@ -22,7 +22,7 @@ pub struct EndedMachineRow {
 }
 
 /// Oldest first. Only machines whose servers may still exist are read, so the cost does not grow with the history.
-pub async fn needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
+pub async fn list_needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
     let sql = "SELECT * FROM (SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.deleted_at IS NOT NULL, \
                    m.unsaved_since IS NOT NULL AND m.discard_ordered_at IS NULL AS unsaved, \
                    m.removal_abandoned_at IS NOT NULL AS abandoned, o.operation_id AS waiting \
@@ -33,7 +33,7 @@ pub async fn needing_attention(client: &impl GenericClient) -> Result<Vec<EndedM
                WHERE m.server_deleted_at IS NULL \
                    AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)) ended \
                WHERE unsaved OR abandoned OR waiting IS NOT NULL ORDER BY machine_id";
-    let found = rows(client, sql, &[]).await?;
+    let found = query(client, sql, &[]).await?;
     Ok(found
         .iter()
         .map(|row| EndedMachineRow {

@@ -4,7 +4,7 @@
 
 use deadpool_postgres::GenericClient;
 
-use super::{DbError, rows};
+use super::{DbError, query};
 use svc_machine::id::{MachineId, OperationId};
 
 /// One active machine. Ages are in seconds, by the database's clock.
@@ -54,7 +54,7 @@ pub struct FleetRow {
     pub bundle_keys: Option<(i64, Vec<String>)>,
 }
 
-pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> {
+pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> {
     let sql = "SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.failure_cause, m.image_version, \
                extract(epoch FROM now() - m.created_at)::float8, \
                extract(epoch FROM now() - m.heartbeat_at)::float8, \
@@ -79,7 +79,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                    WHERE backup_taken_at IS NOT NULL GROUP BY idp_user_id, slot) b \
                    ON b.idp_user_id = m.idp_user_id AND b.slot = m.slot \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL ORDER BY m.machine_id";
-    let found = rows(client, sql, &[]).await?;
+    let found = query(client, sql, &[]).await?;
     Ok(found
         .iter()
         .map(|row| FleetRow {

@@ -3,7 +3,7 @@
 use deadpool_postgres::GenericClient;
 use serde_json::Value;
 
-use super::{DbError, execute, row};
+use super::{DbError, execute, query_opt};
 
 /// The response stored for a key.
 pub struct StoredResponse {
@@ -13,13 +13,13 @@ pub struct StoredResponse {
     pub response: Value,
 }
 
-pub async fn get(
+pub async fn find_response(
     client: &impl GenericClient,
     actor: &str,
     key: &str,
 ) -> Result<Option<StoredResponse>, DbError> {
     let sql = "SELECT route, body_hash, status, response FROM idempotency_keys WHERE actor = $1 AND key = $2";
-    let found = row(client, sql, &[&actor, &key]).await?;
+    let found = query_opt(client, sql, &[&actor, &key]).await?;
     Ok(found.map(|row| StoredResponse {
         route: row.get(0),
         body_hash: row.get(1),
@@ -28,7 +28,7 @@ pub async fn get(
     }))
 }
 
-pub async fn put(
+pub async fn store_response(
     client: &impl GenericClient,
     actor: &str,
     key: &str,

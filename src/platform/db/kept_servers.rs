@@ -8,7 +8,7 @@ use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
 use tokio_postgres::Row;
 
-use super::{DbError, Params, rows};
+use super::{DbError, Params, query};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
@@ -65,7 +65,7 @@ const LEFT_SLOT: &str =
     "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
 
 /// Machines whose retention has ended and that have no running operation.
-pub async fn removable(
+pub async fn list_removable(
     client: &impl GenericClient,
     retention: &ServerRetention,
 ) -> Result<Vec<MachineId>, DbError> {
@@ -76,11 +76,11 @@ pub async fn removable(
     );
     let (replaced, deleted, unregistered) = seconds(retention);
     let params: Params<'_> = &[&replaced, &deleted, &unregistered];
-    Ok(rows(client, &sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
+    Ok(query(client, &sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 /// The kept servers of a slot that may hold data, newest machine first.
-pub async fn of_slot(
+pub async fn list_of_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -107,7 +107,7 @@ pub async fn of_slot(
         missing_since: row.get("server_missing_since"),
         deleted_by: row.get::<_, Option<_>>("deleted_by").map(OperationId),
     };
-    Ok(rows(client, &sql, params).await?.iter().map(kept).collect())
+    Ok(query(client, &sql, params).await?.iter().map(kept).collect())
 }
 
 fn seconds(retention: &ServerRetention) -> (f64, f64, f64) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 use tokio_postgres::Row;
 
-use super::{DbError, execute, rows};
+use super::{DbError, execute, query};
 use svc_http::proof::{ProofKey, ProofKeys};
 
 /// Purpose of keys that sign proofs.
@@ -23,15 +23,15 @@ pub struct StoredKey {
 }
 
 /// Active keys of a purpose, oldest first.
-pub async fn active(client: &impl GenericClient, purpose: &str) -> Result<Vec<StoredKey>, DbError> {
+pub async fn list_active(client: &impl GenericClient, purpose: &str) -> Result<Vec<StoredKey>, DbError> {
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
-    Ok(rows(client, sql, &[&purpose]).await?.iter().map(stored).collect())
+    Ok(query(client, sql, &[&purpose]).await?.iter().map(stored).collect())
 }
 
 /// Retired keys of a purpose, newest first.
-pub async fn retired(
+pub async fn list_retired(
     client: &impl GenericClient,
     purpose: &str,
     limit: i64,
@@ -39,7 +39,7 @@ pub async fn retired(
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NOT NULL ORDER BY created_at DESC, kid DESC LIMIT $2";
-    Ok(rows(client, sql, &[&purpose, &limit]).await?.iter().map(stored).collect())
+    Ok(query(client, sql, &[&purpose, &limit]).await?.iter().map(stored).collect())
 }
 
 /// Keys of every purpose, including retired ones, whose `kid` is greater than this one, in order.
@@ -51,7 +51,7 @@ pub async fn list_after(
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE kid > $1 ORDER BY kid LIMIT $2";
-    Ok(rows(client, sql, &[&kid, &limit]).await?.iter().map(stored).collect())
+    Ok(query(client, sql, &[&kid, &limit]).await?.iter().map(stored).collect())
 }
 
 /// Replaces the sealed form of a key.
@@ -82,7 +82,7 @@ pub async fn public_keys_for(
     let sql = "SELECT kid, public_key FROM signing_keys WHERE purpose = $1 AND (retired_at IS NULL \
                OR kid = ANY($2) AND NOT EXISTS (SELECT 1 FROM signing_keys active WHERE active.purpose = $1 \
                    AND active.retired_at IS NULL AND active.kid = ANY($2))) ORDER BY created_at, kid";
-    let found = rows(client, sql, &[&purpose, &acknowledged]).await?;
+    let found = query(client, sql, &[&purpose, &acknowledged]).await?;
     let keys = found.iter().map(|row| ProofKey { kid: row.get(0), x: row.get(1) }).collect();
     Ok(ProofKeys { keys })
 }
@@ -96,14 +96,14 @@ pub struct KeyDistribution {
 }
 
 /// The distribution of each active key, oldest first.
-pub async fn distribution(
+pub async fn list_distribution(
     client: &impl GenericClient,
     purpose: &str,
 ) -> Result<Vec<KeyDistribution>, DbError> {
     let sql = "SELECT kid, extract(epoch FROM clock_timestamp() - created_at)::float8, \
                extract(epoch FROM clock_timestamp() - acknowledged_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
-    let found = rows(client, sql, &[&purpose]).await?;
+    let found = query(client, sql, &[&purpose]).await?;
     Ok(found
         .iter()
         .map(|row| KeyDistribution {
@@ -131,7 +131,7 @@ pub async fn count_unacknowledged(
                greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS is_heard \
                FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
                AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards";
-    let found = rows(client, sql, &[&kid, &max_silence.as_secs_f64()]).await?;
+    let found = query(client, sql, &[&kid, &max_silence.as_secs_f64()]).await?;
     let counts = |row: &Row| UnacknowledgedHosts { reporting: row.get(0), silent: row.get(1) };
     Ok(found.first().map(counts).unwrap_or_default())
 }

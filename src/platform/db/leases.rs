@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 use uuid::Uuid;
 
-use super::{DbError, execute, row};
+use super::{DbError, execute, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 
 /// Whether another process may still be running an ended operation of the machine.
@@ -16,7 +16,7 @@ pub async fn has_ended_lease(
 ) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM operations WHERE machine_id = $1 AND operation_id <> $2 \
                AND lease_until > clock_timestamp() LIMIT 1";
-    Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
+    Ok(query_opt(client, sql, &[&machine.0, &besides.0]).await?.is_some())
 }
 
 /// Whether another process is running another operation of any machine of the slot.
@@ -28,7 +28,7 @@ pub async fn has_slot_lease(
     let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
                JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
                AND mine.slot = m.slot WHERE o.operation_id <> $2 AND o.lease_until > clock_timestamp() LIMIT 1";
-    Ok(row(client, sql, &[&of.0, &besides.0]).await?.is_some())
+    Ok(query_opt(client, sql, &[&of.0, &besides.0]).await?.is_some())
 }
 
 /// Delays an operation whose outcome could not be stored: one second, doubled with each attempt, up to `max`.

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde_json::Value;
 
 use super::machine_row::{Failure, MachineRow};
-use super::{DbError, execute, row};
+use super::{DbError, execute, query_opt};
 use svc_http::tls::SpkiPin;
 use svc_machine::epoch::Epoch;
 use svc_machine::event::RestoreMode;
@@ -374,7 +374,7 @@ pub async fn record_heartbeat(
         &beat.trusted_keys.map(|keys| i64::from(keys.sequence)),
         &beat.trusted_keys.map(|keys| &keys.ids),
     ];
-    if row(client, sql, params).await?.is_some_and(|row| row.get(0)) {
+    if query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)) {
         tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,
             "ignored a snapshot dated in the future: check the host's clock");
     }

@@ -84,7 +84,7 @@ pub struct MachineRow {
     pub power_off_ordered_at: Option<Timestamp>,
     /// The first healthy heartbeat after the registration.
     pub proven_at: Option<Timestamp>,
-    /// When its last snapshot was taken, after its writers had stopped.
+    /// When its final backup was taken, after its writers had stopped.
     pub final_backup_at: Option<Timestamp>,
     /// It left its slot without a final snapshot: changes since then exist only on its server.
     pub unsaved_since: Option<Timestamp>,

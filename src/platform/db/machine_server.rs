@@ -2,7 +2,7 @@
 
 use deadpool_postgres::{GenericClient, Transaction};
 
-use super::{DbError, execute, row};
+use super::{DbError, execute, query_opt};
 use svc_machine::id::MachineId;
 
 /// Records that the power is about to be switched on.
@@ -22,9 +22,12 @@ pub async fn record_create_actions(
 }
 
 /// The actions that are not known to have ended.
-pub async fn pending_create_actions(client: &impl GenericClient, id: MachineId) -> Result<Vec<i64>, DbError> {
+pub async fn list_pending_create_actions(
+    client: &impl GenericClient,
+    id: MachineId,
+) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT create_actions FROM user_machines WHERE machine_id = $1";
-    Ok(row(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
+    Ok(query_opt(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
 }
 
 /// Records that an action has ended.

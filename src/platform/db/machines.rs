@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use tokio_postgres::types::ToSql;
 
 use super::machine_row::{COLUMNS, MachineRow};
-use super::{DbError, Params, row, rows};
+use super::{DbError, Params, query, query_opt};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, Slot};
@@ -19,7 +19,7 @@ async fn find_one(
     params: Params<'_>,
 ) -> Result<Option<MachineRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {rest}");
-    row(client, &sql, params).await?.as_ref().map(MachineRow::parse).transpose()
+    query_opt(client, &sql, params).await?.as_ref().map(MachineRow::parse).transpose()
 }
 
 async fn find_many(
@@ -28,7 +28,7 @@ async fn find_many(
     params: Params<'_>,
 ) -> Result<Vec<MachineRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {rest}");
-    rows(client, &sql, params).await?.iter().map(MachineRow::parse).collect()
+    query(client, &sql, params).await?.iter().map(MachineRow::parse).collect()
 }
 
 pub async fn get(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
@@ -41,7 +41,7 @@ pub async fn lock(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineR
 }
 
 /// The machine that holds a slot.
-pub async fn in_slot(
+pub async fn find_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -50,7 +50,7 @@ pub async fn in_slot(
     find_one(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// [`in_slot`], locked.
+/// [`find_in_slot`], locked.
 pub async fn lock_in_slot(
     tx: &Transaction<'_>,
     user: &IdpUserId,
@@ -66,7 +66,7 @@ pub async fn lock_last_registered(
     tx: &Transaction<'_>,
     before: &MachineRow,
 ) -> Result<Option<MachineRow>, DbError> {
-    let found = last_registered(tx, before).await?;
+    let found = find_last_registered(tx, before).await?;
     match found {
         Some(found) => lock(tx, found.id).await,
         None => Ok(None),
@@ -74,15 +74,15 @@ pub async fn lock_last_registered(
 }
 
 /// [`lock_last_registered`], without the lock.
-pub async fn last_registered(
+pub async fn find_last_registered(
     client: &impl GenericClient,
     before: &MachineRow,
 ) -> Result<Option<MachineRow>, DbError> {
-    Ok(registered_before(client, before, 1).await?.into_iter().next())
+    Ok(list_registered_before(client, before, 1).await?.into_iter().next())
 }
 
 /// The newest earlier machines of the slot whose hosts have registered, newest first.
-pub async fn registered_before(
+pub async fn list_registered_before(
     client: &impl GenericClient,
     before: &MachineRow,
     limit: i64,
@@ -94,34 +94,37 @@ pub async fn registered_before(
 }
 
 /// The machine that this one replaced.
-pub async fn replaced_by(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
+pub async fn find_replaced_by(
+    client: &impl GenericClient,
+    id: MachineId,
+) -> Result<Option<MachineRow>, DbError> {
     find_one(client, "replaced_by = $1", &[&id.0]).await
 }
 
 /// The highest epoch that the slot has ever had.
-pub async fn highest_epoch(
+pub async fn find_highest_epoch(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Epoch, DbError> {
     let sql = "SELECT coalesce(max(epoch), 0) FROM user_machines WHERE idp_user_id = $1 AND slot = $2";
-    let found = rows(client, sql, &[&user.as_str(), &slot.as_str()]).await?;
+    let found = query(client, sql, &[&user.as_str(), &slot.as_str()]).await?;
     let highest: i32 = found.first().map_or(0, |row| row.get(0));
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
 /// When the newest verified snapshot that any host of the slot reported was taken.
-pub async fn newest_backup(
+pub async fn newest_backup_time(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<Timestamp>, DbError> {
     let sql = "SELECT max(backup_taken_at) FROM user_machines WHERE idp_user_id = $1 AND slot = $2";
-    Ok(row(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
+    Ok(query_opt(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
 }
 
 /// The newest machines of a slot, newest first.
-pub async fn newest_of_slot(
+pub async fn list_newest_of_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -131,7 +134,10 @@ pub async fn newest_of_slot(
 }
 
 /// The machine in a slot with this handle.
-pub async fn by_handle(client: &impl GenericClient, handle: &Handle) -> Result<Option<MachineRow>, DbError> {
+pub async fn find_by_handle(
+    client: &impl GenericClient,
+    handle: &Handle,
+) -> Result<Option<MachineRow>, DbError> {
     let rest = "handle = $1 AND deleted_at IS NULL AND retired_at IS NULL ORDER BY machine_id LIMIT 1";
     Ok(find_many(client, rest, &[&handle.as_str()]).await?.pop())
 }
@@ -156,29 +162,29 @@ async fn has_later(client: &impl GenericClient, than: &MachineRow, condition: &s
         "SELECT 1 FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND epoch > $3 AND {condition} LIMIT 1"
     );
     let epoch = i32::try_from(than.epoch.0).unwrap_or(i32::MAX);
-    Ok(row(client, &sql, &[&than.user.as_str(), &than.slot.as_str(), &epoch]).await?.is_some())
+    Ok(query_opt(client, &sql, &[&than.user.as_str(), &than.slot.as_str(), &epoch]).await?.is_some())
 }
 
 /// Active previews of one user.
-pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> Result<i64, DbError> {
+pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' \
                AND deleted_at IS NULL AND retired_at IS NULL";
-    let found = rows(client, sql, &[&user.as_str()]).await?;
+    let found = query(client, sql, &[&user.as_str()]).await?;
     Ok(found.first().map_or(0, |row| row.get(0)))
 }
 
 /// Booting machines whose registration has expired. `now()` is stable within a statement, so the index can be used.
-pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
+pub async fn list_expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') \
                AND deleted_at IS NULL AND retired_at IS NULL AND registration_expires_at <= now()";
-    Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+    Ok(query(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 /// Expired previews.
-pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
+pub async fn list_expired_previews(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = "SELECT machine_id FROM user_machines WHERE kind = 'preview' AND deleted_at IS NULL \
                AND retired_at IS NULL AND preview_expires_at <= now()";
-    Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+    Ok(query(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 /// The operation for which a machine out of its slot stays stopped while it may still be reinstated: until its
@@ -196,24 +202,27 @@ pub async fn stopped_for(
                AND state IN ('running', 'succeeded') LIMIT 1";
     let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
     let params: Params<'_> = &[&machine.user.as_str(), &machine.slot.as_str(), &epoch, &machine.id.0];
-    if row(client, sql, params).await?.is_some() {
+    if query_opt(client, sql, params).await?.is_some() {
         return Ok(None);
     }
-    super::slot_operations::took_out_of_service(client, machine.id).await
+    super::slot_operations::find_retiring_operation(client, machine.id).await
 }
 
 /// Remaining registration time of a booting host, by the database's clock.
-pub async fn registration_left(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
+pub async fn remaining_registration_time(
+    client: &impl GenericClient,
+    id: MachineId,
+) -> Result<Duration, DbError> {
     let sql = "SELECT coalesce(extract(epoch FROM registration_expires_at - clock_timestamp()), 0)::float8 \
                FROM user_machines WHERE machine_id = $1";
-    Ok(span(row(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
+    Ok(span(query_opt(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
 }
 
 /// Age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
-pub async fn create_age(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
+pub async fn create_request_age(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
                FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
-    let found = row(client, sql, &[&id.0]).await?;
+    let found = query_opt(client, sql, &[&id.0]).await?;
     Ok(found.map_or(Duration::MAX, |row| span(Some(row.get(0)))))
 }
 

@@ -26,7 +26,7 @@ pub async fn run(config: &Config) -> anyhow::Result<()> {
 }
 
 /// Version of this binary's newest migration.
-pub fn newest() -> u32 {
+pub fn newest_version() -> u32 {
     let runner = embedded::migrations::runner();
     let versions = runner.get_migrations().iter().map(|migration| migration.version().unsigned_abs());
     versions.max().unwrap_or_default()

@@ -87,7 +87,7 @@ impl DbError {
 
 impl From<tokio_postgres::Error> for DbError {
     fn from(error: tokio_postgres::Error) -> Self {
-        let Some(answer) = error.as_db_error() else {
+        let Some(db_error) = error.as_db_error() else {
             if error.is_closed()
                 || std::error::Error::source(&error)
                     .is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
@@ -96,9 +96,9 @@ impl From<tokio_postgres::Error> for DbError {
             }
             return Self::Failed(error);
         };
-        let code = answer.code();
+        let code = db_error.code();
         if *code == SqlState::UNIQUE_VIOLATION || *code == SqlState::FOREIGN_KEY_VIOLATION {
-            return Self::Violated { constraint: answer.constraint().unwrap_or_default().to_owned() };
+            return Self::Violated { constraint: db_error.constraint().unwrap_or_default().to_owned() };
         }
         if *code == SqlState::T_R_SERIALIZATION_FAILURE || *code == SqlState::T_R_DEADLOCK_DETECTED {
             return Self::Contended;
@@ -177,12 +177,16 @@ pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {
     with_timeout(tx.commit()).await
 }
 
-pub async fn rows(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Vec<Row>, DbError> {
+pub async fn query(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Vec<Row>, DbError> {
     let statement = with_timeout(client.prepare_cached(sql)).await?;
     with_timeout(client.query(&statement, params)).await
 }
 
-pub async fn row(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Option<Row>, DbError> {
+pub async fn query_opt(
+    client: &impl GenericClient,
+    sql: &str,
+    params: Params<'_>,
+) -> Result<Option<Row>, DbError> {
     let statement = with_timeout(client.prepare_cached(sql)).await?;
     with_timeout(client.query_opt(&statement, params)).await
 }
@@ -194,7 +198,7 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
 
 /// Locks a subject until the transaction ends; other callers wait.
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
-    rows(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
+    query(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }
 
 async fn with_timeout<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {

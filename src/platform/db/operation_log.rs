@@ -7,7 +7,7 @@ use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
 use tokio_postgres::Row;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 use svc_machine::id::OperationId;
 
 /// The outcome of a step that failed and runs again.
@@ -53,12 +53,12 @@ pub struct NewestLines {
     pub omitted: i64,
 }
 
-pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<NewestLines, DbError> {
+pub async fn load_newest_lines(client: &impl GenericClient, id: OperationId) -> Result<NewestLines, DbError> {
     let sql = format!(
         "SELECT {COLUMNS}, count(*) OVER () AS total FROM operation_log WHERE operation_id = $1 \
          ORDER BY seq DESC LIMIT $2"
     );
-    let found = rows(client, &sql, &[&id.0, &MAX_SHOWN]).await?;
+    let found = query(client, &sql, &[&id.0, &MAX_SHOWN]).await?;
     let total: i64 = found.first().map_or(0, |row| row.get("total"));
     let lines: Vec<LogLineRow> = found.iter().rev().map(LogLineRow::parse).collect();
     let omitted = total - i64::try_from(lines.len()).unwrap_or(total);
@@ -72,7 +72,7 @@ pub async fn has_outcome(
     outcome: &str,
 ) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM operation_log WHERE operation_id = $1 AND outcome = $2 LIMIT 1";
-    Ok(row(client, sql, &[&id.0, &outcome]).await?.is_some())
+    Ok(query_opt(client, sql, &[&id.0, &outcome]).await?.is_some())
 }
 
 /// Logs that a step failed and is retried.

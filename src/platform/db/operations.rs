@@ -1,4 +1,4 @@
-//! `operations` and their log: filed, claimed under a lease, advanced by the lease's holder, ended.
+//! `operations` and their log: created, claimed under a lease, advanced by the lease's holder, ended.
 //!
 //! The invariant: a write that advances an operation checks the lease, by the database's clock, in the same
 //! statement.
@@ -12,7 +12,7 @@ use tokio_postgres::Row;
 use uuid::Uuid;
 
 use super::operation_metrics;
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 use svc_http::request_id;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::{OperationKind, OperationOptions};
@@ -33,7 +33,7 @@ pub struct OperationRow {
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
-    /// Request that it was filed for, or of the reconciler's pass.
+    /// Request that it was created for, or of the reconciler's pass.
     pub request_id: String,
 }
 
@@ -64,14 +64,14 @@ impl OperationRow {
         self.state != "running"
     }
 
-    /// Its name for people; the raw kind if a newer release filed it.
+    /// Its name for people; the raw kind if a newer release created it.
     pub fn noun(&self) -> &str {
         self.kind.parse().map_or(self.kind.as_str(), |kind: OperationKind| kind.noun())
     }
 }
 
-/// Files an operation for the current request.
-pub async fn file(
+/// Creates an operation for the current request.
+pub async fn create(
     tx: &Transaction<'_>,
     machine: MachineId,
     kind: OperationKind,
@@ -90,7 +90,7 @@ pub async fn file(
 
 pub async fn get(client: &impl GenericClient, id: OperationId) -> Result<Option<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1");
-    Ok(row(client, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
+    Ok(query_opt(client, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// A machine's operations, newest first.
@@ -99,11 +99,11 @@ pub async fn list_for_machine(
     machine: MachineId,
 ) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE machine_id = $1 ORDER BY operation_id DESC");
-    Ok(rows(client, &sql, &[&machine.0]).await?.iter().map(OperationRow::parse).collect())
+    Ok(query(client, &sql, &[&machine.0]).await?.iter().map(OperationRow::parse).collect())
 }
 
 /// The newest operation of a kind on a machine.
-pub async fn newest(
+pub async fn find_newest(
     client: &impl GenericClient,
     machine: MachineId,
     kind: &str,
@@ -112,14 +112,14 @@ pub async fn newest(
 }
 
 /// The running operation of a machine.
-pub async fn running(
+pub async fn find_running(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND state = 'running' ORDER BY operation_id LIMIT 1"
     );
-    Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
+    Ok(query_opt(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 pub async fn log(
@@ -143,7 +143,7 @@ pub async fn end_running(
     let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now(), \
                question = NULL \
                WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step, kind, created_at";
-    for ended in rows(tx, sql, &[&machine.0, &state, &error_code]).await? {
+    for ended in query(tx, sql, &[&machine.0, &state, &error_code]).await? {
         operation_metrics::record_end(ended.get(2), state, ended.get(3));
         log(tx, OperationId(ended.get(0)), ended.get(1), state, error_code).await?;
     }
@@ -159,7 +159,7 @@ pub async fn end(
 ) -> Result<(), DbError> {
     let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now(), \
                question = NULL WHERE operation_id = $1 AND state = 'running' RETURNING step, kind, created_at";
-    if let Some(ended) = row(tx, sql, &[&id.0, &state, &error_code]).await? {
+    if let Some(ended) = query_opt(tx, sql, &[&id.0, &state, &error_code]).await? {
         operation_metrics::record_end(ended.get(1), state, ended.get(2));
         log(tx, id, ended.get(0), state, error_code).await?;
     }
@@ -169,13 +169,13 @@ pub async fn end(
 /// Number of running operations by kind.
 pub async fn count_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
     let sql = "SELECT kind, count(*) FROM operations WHERE state = 'running' GROUP BY kind";
-    Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
+    Ok(query(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Running operations without progress for `deadline`, or filed or last continued by an operator more than `limit`
+/// Running operations without progress for `deadline`, or created or last continued by an operator more than `limit`
 /// ago. Excluded are those that wait for an operator or for the provider's account, those of a newer release, and
 /// deletions and server removals, which are retried until an operator abandons them.
-pub async fn stalled(
+pub async fn list_stalled(
     client: &impl GenericClient,
     deadline: Duration,
     limit: Duration,
@@ -191,7 +191,7 @@ pub async fn stalled(
     );
     let params: super::Params<'_> =
         &[&deadline.as_secs_f64(), &limit.as_secs_f64(), &known.kinds, &known.steps, &WAITS_FOR_ACCOUNT];
-    Ok(rows(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
+    Ok(query(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
 }
 
 /// A long-running operation, in any state of its machine.
@@ -201,8 +201,8 @@ pub struct OverdueOperation {
     pub age: f64,
 }
 
-/// Running operations filed more than `age` ago, oldest first, at most `limit`; and their total number.
-pub async fn overdue(
+/// Running operations created more than `age` ago, oldest first, at most `limit`; and their total number.
+pub async fn list_overdue(
     client: &impl GenericClient,
     age: Duration,
     limit: i64,
@@ -215,7 +215,7 @@ pub async fn overdue(
          ORDER BY o.created_at LIMIT $2",
         columns.join(", ")
     );
-    let found = rows(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
+    let found = query(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
     let total = found.first().map_or(0, |row| row.get("total"));
     let overdue = |row: &Row| OverdueOperation {
         operation: OperationRow::parse(row),
@@ -250,14 +250,14 @@ pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOpt
 }
 
 /// When an operation of the machine last failed with this code.
-pub async fn last_failed(
+pub async fn last_failure_time(
     client: &impl GenericClient,
     machine: MachineId,
     code: &str,
 ) -> Result<Option<Timestamp>, DbError> {
     let sql =
         "SELECT max(ended_at) FROM operations WHERE machine_id = $1 AND state = 'failed' AND error_code = $2";
-    Ok(row(client, sql, &[&machine.0, &code]).await?.and_then(|row| row.get(0)))
+    Ok(query_opt(client, sql, &[&machine.0, &code]).await?.and_then(|row| row.get(0)))
 }
 
 /// Adds a fact to the operation's step.
@@ -274,7 +274,7 @@ pub async fn add_fact(
 /// Reads and locks the row until the transaction ends.
 pub async fn lock(tx: &Transaction<'_>, id: OperationId) -> Result<Option<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1 FOR UPDATE");
-    Ok(row(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
+    Ok(query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// Moves a resize directly to switching the server on, regardless of its lease.
@@ -296,7 +296,7 @@ pub async fn record_progress(client: &impl GenericClient, machine: MachineId) ->
 pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - created_at)::float8 FROM operations \
                WHERE operation_id = $1";
-    let seconds: f64 = row(client, sql, &[&id.0]).await?.map_or(0.0, |row| row.get(0));
+    let seconds: f64 = query_opt(client, sql, &[&id.0]).await?.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
@@ -304,7 +304,7 @@ pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duratio
 pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) -> Result<Duration, DbError> {
     let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - min(at)), 0)::float8 FROM operation_log \
                WHERE operation_id = $1 AND step = $2 AND outcome = 'begun'";
-    let seconds: f64 = row(client, sql, &[&id.0, &step]).await?.map_or(0.0, |row| row.get(0));
+    let seconds: f64 = query_opt(client, sql, &[&id.0, &step]).await?.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
@@ -333,7 +333,7 @@ pub async fn claim(
            ORDER BY coalesce(facts ->> 'begun' = step, false), due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
     let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &known.kinds, &known.steps];
-    Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))
+    Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
 /// Number of running operations that this release cannot run.
@@ -343,7 +343,7 @@ pub async fn count_unsupported(
 ) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
                AND NOT (kind = ANY($1) AND step = ANY($2))";
-    Ok(row(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))
+    Ok(query_opt(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))
 }
 
 /// The columns that an advance writes. Without a lease, the operation is released.

@@ -6,7 +6,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use tokio_postgres::Row;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 use crate::operators::Scopes;
 use svc_machine::id::OperatorTokenId;
 use svc_machine::name::OperatorName;
@@ -29,7 +29,7 @@ pub enum TokenState {
 }
 
 /// The operator of a token, current or previous.
-pub async fn by_token(
+pub async fn find_by_token(
     client: &impl GenericClient,
     id: OperatorTokenId,
     record_interval: Duration,
@@ -42,7 +42,7 @@ pub async fn by_token(
                SELECT name, scopes, previous_token_hash, revoked_at IS NOT NULL, previous_expires_at <= clock_timestamp(), \
                  coalesce(previous_used_at < clock_timestamp() - make_interval(secs => $2), true) \
                FROM operators WHERE previous_token_id = $1";
-    let found = row(client, sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
+    let found = query_opt(client, sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
     let read = |row: Row| {
         let scopes: Vec<String> = row.get(1);
         Ok(TokenRow {
@@ -147,13 +147,16 @@ pub async fn insert(
     );
     let (ttl, scopes) = (token.ttl.as_secs_f64(), scopes.names());
     let params: super::Params<'_> = &[&name.as_str(), &scopes, &token.id.0, &token.hash, &ttl, &created_by];
-    row(tx, &sql, params).await?.as_ref().map(OperatorRow::read).transpose()
+    query_opt(tx, &sql, params).await?.as_ref().map(OperatorRow::read).transpose()
 }
 
 /// Locks an operator's row.
-pub async fn locked(tx: &Transaction<'_>, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
+pub async fn find_and_lock(
+    tx: &Transaction<'_>,
+    name: &OperatorName,
+) -> Result<Option<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1 FOR UPDATE");
-    row(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
+    query_opt(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
 }
 
 /// Gives an operator a new token. The previous one stays valid for `overlap`, or until it expires; the one before
@@ -184,23 +187,23 @@ pub async fn revoke(tx: &Transaction<'_>, name: &OperatorName) -> Result<Operato
 }
 
 async fn changed(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> Result<OperatorRow, DbError> {
-    let found = row(tx, sql, params).await?;
+    let found = query_opt(tx, sql, params).await?;
     let missing = || DbError::Unreadable { what: "operator", why: "the locked row is gone".to_owned() };
     OperatorRow::read(&found.ok_or_else(missing)?)
 }
 
 /// Number of operators, including ended ones.
 pub async fn count(client: &impl GenericClient) -> Result<i64, DbError> {
-    Ok(row(client, "SELECT count(*) FROM operators", &[]).await?.map_or(0, |row| row.get(0)))
+    Ok(query_opt(client, "SELECT count(*) FROM operators", &[]).await?.map_or(0, |row| row.get(0)))
 }
 
 /// Operators by name, at most `limit`.
 pub async fn list(client: &impl GenericClient, limit: i64) -> Result<Vec<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators ORDER BY name LIMIT $1");
-    rows(client, &sql, &[&limit]).await?.iter().map(OperatorRow::read).collect()
+    query(client, &sql, &[&limit]).await?.iter().map(OperatorRow::read).collect()
 }
 
 pub async fn get(client: &impl GenericClient, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1");
-    row(client, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
+    query_opt(client, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
 }

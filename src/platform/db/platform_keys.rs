@@ -7,7 +7,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use tokio_postgres::Row;
 use uuid::Uuid;
 
-use super::{DbError, Params, execute, row, rows};
+use super::{DbError, Params, execute, query, query_opt};
 use crate::platform_key::{KeyId, KeyIds};
 
 /// Retention of the rows of processes that ended without deleting them.
@@ -67,7 +67,7 @@ impl ProcessKeys {
         let previous = self.ids.previous.as_ref().map(KeyId::as_str);
         let params: Params<'_> =
             &[&self.process, &self.ids.current.as_str(), &previous, &self.ttl.as_secs_f64()];
-        Ok(rows(client, sql, params).await?.iter().map(other).collect())
+        Ok(query(client, sql, params).await?.iter().map(other).collect())
     }
 
     /// Whether every running process has used this process's key for long enough.
@@ -77,7 +77,7 @@ impl ProcessKeys {
                    AND NOT EXISTS (SELECT 1 FROM platform_processes WHERE key_id <> $2 \
                        AND seen_at > clock_timestamp() - make_interval(secs => $3))";
         let params: Params<'_> = &[&self.process, &self.ids.current.as_str(), &self.ttl.as_secs_f64()];
-        Ok(row(client, sql, params).await?.is_some_and(|row| row.get(0)))
+        Ok(query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)))
     }
 }
 
@@ -86,14 +86,14 @@ fn other(row: &Row) -> OtherProcess {
 }
 
 /// Running processes whose current key is another one.
-pub async fn with_other_key(
+pub async fn list_with_other_key(
     client: &impl GenericClient,
     key: &KeyId,
     ttl: Duration,
 ) -> Result<Vec<OtherProcess>, DbError> {
     let sql = "SELECT process_id, key_id FROM platform_processes WHERE key_id <> $1 \
                AND seen_at > clock_timestamp() - make_interval(secs => $2) ORDER BY process_id LIMIT 100";
-    Ok(rows(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?.iter().map(other).collect())
+    Ok(query(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?.iter().map(other).collect())
 }
 
 /// Number of running processes, and how many of them use `key` as their current key.
@@ -104,26 +104,26 @@ pub async fn count_with_key(
 ) -> Result<(i64, i64), DbError> {
     let sql = "SELECT count(*), count(*) FILTER (WHERE $1 IN (key_id, other_key_id)) FROM platform_processes \
                WHERE seen_at > clock_timestamp() - make_interval(secs => $2)";
-    let found = row(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?;
+    let found = query_opt(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?;
     Ok(found.map_or((0, 0), |row| (row.get(0), row.get(1))))
 }
 
 /// Whether a release with these tables has migrated the database.
 pub async fn has_tables(client: &impl GenericClient) -> Result<bool, DbError> {
-    let found = row(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
+    let found = query_opt(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
 /// Whether any key has been recorded.
 pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
-    let found = row(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
+    let found = query_opt(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
 /// Whether a process has used this key.
 pub async fn is_known(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
-    Ok(row(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
+    Ok(query_opt(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }
 
 /// Records the first key of a database. No stored secret uses another one.
@@ -142,10 +142,10 @@ pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError
     execute(tx, sql, &[&key.as_str()]).await.map(drop)
 }
 
-pub async fn state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState, DbError> {
+pub async fn load_state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState, DbError> {
     let sql = "SELECT fences_user, fences_slot, fences_signed_at IS NOT NULL, sole_since IS NOT NULL \
                FROM platform_keys WHERE key_id = $1";
-    let found = row(client, sql, &[&key.as_str()]).await?;
+    let found = query_opt(client, sql, &[&key.as_str()]).await?;
     Ok(found.map_or_else(KeyState::default, |row| KeyState {
         fences_after: row.get::<_, Option<String>>(0).zip(row.get(1)),
         has_signed_fences: row.get(2),
@@ -181,7 +181,7 @@ pub async fn finish_fences(
 }
 
 /// The next slots, in order.
-pub async fn slots_after(
+pub async fn list_slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,
     limit: i64,
@@ -189,7 +189,7 @@ pub async fn slots_after(
     let sql = "SELECT DISTINCT idp_user_id, slot FROM user_machines WHERE (idp_user_id, slot) > ($1, $2) \
                ORDER BY idp_user_id, slot LIMIT $3";
     let (user, slot) = bounds(after);
-    let found = rows(client, sql, &[&user, &slot, &limit]).await?;
+    let found = query(client, sql, &[&user, &slot, &limit]).await?;
     Ok(found.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
@@ -201,7 +201,7 @@ pub async fn count_slots_after(
     let sql = "SELECT count(*) FROM (SELECT DISTINCT idp_user_id, slot FROM user_machines \
                WHERE (idp_user_id, slot) > ($1, $2)) slots";
     let (user, slot) = bounds(after);
-    Ok(row(client, sql, &[&user, &slot]).await?.map_or(0, |row| row.get(0)))
+    Ok(query_opt(client, sql, &[&user, &slot]).await?.map_or(0, |row| row.get(0)))
 }
 
 fn bounds(after: Option<&(String, String)>) -> (&str, &str) {

@@ -8,7 +8,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use tokio_postgres::Row;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 use crate::rollout_plan::Member;
 use svc_http::request_id;
 use svc_machine::id::{MachineId, RolloutId};
@@ -83,45 +83,45 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<Rollou
 
 pub async fn get(client: &impl GenericClient, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1");
-    row(client, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
+    query_opt(client, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// Reads and locks the row until the transaction ends.
 pub async fn lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE");
-    row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
+    query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// [`lock`], or `None` if another process has locked it.
 pub async fn try_lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE SKIP LOCKED");
-    row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
+    query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// The open rollout.
-pub async fn open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbError> {
+pub async fn find_open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused')");
-    row(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
+    query_opt(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
 /// Rollouts that are open or still have machines to wait for.
-pub async fn unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
+pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused') OR rollout_id IN \
          (SELECT rollout_id FROM rollout_machines WHERE state = 'asked') ORDER BY created_at LIMIT 20"
     );
-    rows(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
+    query(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
 }
 
 /// Running customers' machines that a rollout would reach: all of them, or those with these handles.
-pub async fn reachable(
+pub async fn list_reachable_machines(
     client: &impl GenericClient,
     handles: Option<&[Handle]>,
 ) -> Result<Vec<(MachineId, String)>, DbError> {
     let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
     let sql = "SELECT machine_id, handle FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
                AND status = 'running' AND powered_off_at IS NULL AND ($1::text[] IS NULL OR handle = ANY ($1)) ORDER BY machine_id";
-    Ok(rows(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
+    Ok(query(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
 /// Timeouts of a host whose update was requested.
@@ -143,7 +143,7 @@ pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result
 }
 
 /// The current state of a rollout's machines.
-pub async fn members(
+pub async fn list_members(
     client: &impl GenericClient,
     rollout: &RolloutRow,
     timeouts: UpdateTimeouts,
@@ -163,7 +163,7 @@ pub async fn members(
     let version = rollout.image_version.as_str();
     let counts = rollout.state != RolloutState::Paused;
     let (silence, total) = (timeouts.silence.as_secs_f64(), timeouts.total.as_secs_f64());
-    let found = rows(client, sql, &[&rollout.id.0, &version, &counts, &silence, &total]).await?;
+    let found = query(client, sql, &[&rollout.id.0, &version, &counts, &silence, &total]).await?;
     found
         .iter()
         .map(|row| {
@@ -217,7 +217,7 @@ pub async fn restart_timeouts(tx: &Transaction<'_>, rollout: RolloutId) -> Resul
 pub async fn claim_unnotified(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
     let sql = "UPDATE rollout_machines SET nudged_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked' \
                AND nudged_at IS NULL RETURNING machine_id";
-    Ok(rows(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+    Ok(query(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 pub async fn set_state(
@@ -244,14 +244,14 @@ pub async fn desired_release(
 ) -> Result<Option<DesiredRelease>, DbError> {
     let sql = "SELECT o.image_version, o.request_id FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
                WHERE r.machine_id = $1 AND r.state = 'asked' AND o.state = 'running'";
-    let found = row(client, sql, &[&machine.0]).await?;
+    let found = query_opt(client, sql, &[&machine.0]).await?;
     Ok(found.map(|row| DesiredRelease { image_version: row.get(0), request_id: row.get(1) }))
 }
 
 /// The newest rollouts, newest first.
-pub async fn newest(client: &impl GenericClient, limit: i64) -> Result<Vec<RolloutRow>, DbError> {
+pub async fn list_newest(client: &impl GenericClient, limit: i64) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts ORDER BY created_at DESC, rollout_id DESC LIMIT $1");
-    rows(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect()
+    query(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect()
 }
 
 /// Number of machines of these rollouts by rollout and state.
@@ -262,7 +262,7 @@ pub async fn count_machines(
     let ids: Vec<uuid::Uuid> = rollouts.iter().map(|rollout| rollout.id.0).collect();
     let sql =
         "SELECT rollout_id, state, count(*) FROM rollout_machines WHERE rollout_id = ANY ($1) GROUP BY 1, 2";
-    let found = rows(client, sql, &[&ids]).await?;
+    let found = query(client, sql, &[&ids]).await?;
     let count = |row: &Row| {
         Ok((RolloutId(row.get(0)), member_state(row.get(1))?, row.get::<_, i64>(2).unsigned_abs()))
     };
@@ -283,14 +283,14 @@ pub struct RolloutMachineRow {
 }
 
 /// The machines of a rollout, in the order of its batches.
-pub async fn machines(
+pub async fn list_machines(
     client: &impl GenericClient,
     rollout: RolloutId,
 ) -> Result<Vec<RolloutMachineRow>, DbError> {
     let sql = "SELECT r.machine_id, m.handle, m.slot, r.batch, r.state, r.error, r.asked_at, r.ended_at, m.image_version \
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
-    let found = rows(client, sql, &[&rollout.0]).await?;
+    let found = query(client, sql, &[&rollout.0]).await?;
     let read = |row: &Row| {
         Ok(RolloutMachineRow {
             machine: MachineId(row.get(0)),

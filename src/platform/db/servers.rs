@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use tokio_postgres::Row;
 use uuid::Uuid;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 use svc_machine::id::MachineId;
 
 /// A machine whose server must exist, or is kept.
@@ -22,14 +22,14 @@ pub struct ExpectedServer {
 }
 
 /// The id of this platform, shared by all its processes.
-pub async fn installation(client: &impl GenericClient) -> Result<Uuid, DbError> {
-    let found = row(client, "SELECT installation_id FROM installation", &[]).await?;
+pub async fn installation_id(client: &impl GenericClient) -> Result<Uuid, DbError> {
+    let found = query_opt(client, "SELECT installation_id FROM installation", &[]).await?;
     let why = || "the table is empty".to_owned();
     found.map(|row| row.get(0)).ok_or_else(|| DbError::Unreadable { what: "installation", why: why() })
 }
 
 pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
-    let found = row(client, "SELECT clock_timestamp()", &[]).await?;
+    let found = query_opt(client, "SELECT clock_timestamp()", &[]).await?;
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
@@ -39,12 +39,12 @@ const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_s
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
 
-pub async fn expected(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
+pub async fn list_expected(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     with_servers(client, EXPECTED).await
 }
 
 /// Other machines whose servers may hold data and that the provider has not yet reported missing.
-pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
+pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     let which = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
          AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({EXPECTED})"
@@ -58,7 +58,7 @@ async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Ex
              extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
          FROM user_machines WHERE {which}"
     );
-    let found = rows(client, &sql, &[]).await?;
+    let found = query(client, &sql, &[]).await?;
     let live = |row: &Row| ExpectedServer {
         machine: MachineId(row.get(0)),
         server: row.get(1),
@@ -71,7 +71,7 @@ async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Ex
 pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
                AND at > now() - make_interval(secs => $1)";
-    let count: i64 = row(client, sql, &[&within.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
+    let count: i64 = query_opt(client, sql, &[&within.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
     Ok(usize::try_from(count).unwrap_or_default())
 }
 
@@ -96,7 +96,7 @@ pub async fn record_returned(
                RETURNING m.machine_id, m.provider_server_id";
     let (machines, servers): (Vec<Uuid>, Vec<i64>) =
         listed.iter().map(|(machine, server)| (machine.0, *server)).unzip();
-    let found = rows(client, sql, &[&machines, &servers, &listed_at]).await?;
+    let found = query(client, sql, &[&machines, &servers, &listed_at]).await?;
     Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
@@ -105,18 +105,18 @@ pub async fn record_missing(client: &impl GenericClient, live: &ExpectedServer) 
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
                RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";
-    let found = row(client, sql, &[&live.machine.0, &live.server]).await?;
+    let found = query_opt(client, sql, &[&live.machine.0, &live.server]).await?;
     let seconds: f64 = found.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
 /// Which of these machines exist or ever existed.
-pub async fn known(
+pub async fn filter_known(
     client: &impl GenericClient,
     machines: &[MachineId],
 ) -> Result<HashSet<MachineId>, DbError> {
     let ids: Vec<Uuid> = machines.iter().map(|id| id.0).collect();
     let found =
-        rows(client, "SELECT machine_id FROM user_machines WHERE machine_id = ANY($1)", &[&ids]).await?;
+        query(client, "SELECT machine_id FROM user_machines WHERE machine_id = ANY($1)", &[&ids]).await?;
     Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
 }

@@ -4,12 +4,12 @@ use deadpool_postgres::GenericClient;
 
 use super::machine_row::MachineRow;
 use super::operations::{COLUMNS, OperationRow};
-use super::{DbError, Params, row};
+use super::{DbError, Params, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
 /// The newest operation that took this machine out of service: its own deletion, or the creation of its successor.
-pub async fn took_out_of_service(
+pub async fn find_retiring_operation(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<OperationId>, DbError> {
@@ -19,22 +19,22 @@ pub async fn took_out_of_service(
                WHERE (m.machine_id = $1 AND o.kind = 'delete') \
                   OR ((mine.replaced_by = m.machine_id OR m.replaced_by = $1) AND o.kind IN ('provision', 'recover')) \
                ORDER BY o.operation_id DESC LIMIT 1";
-    Ok(row(client, sql, &[&machine.0]).await?.map(|row| OperationId(row.get(0))))
+    Ok(query_opt(client, sql, &[&machine.0]).await?.map(|row| OperationId(row.get(0))))
 }
 
 /// The running deletion of a machine.
-pub async fn running_deletion(
+pub async fn find_running_deletion(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND kind = 'delete' AND state = 'running' LIMIT 1"
     );
-    Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
+    Ok(query_opt(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// The deletion of a machine of this slot that has served and whose final backup is pending.
-pub async fn pending_final_backup(
+pub async fn find_pending_final_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -44,12 +44,12 @@ pub async fn pending_final_backup(
          AND machine_id IN (SELECT machine_id FROM user_machines WHERE idp_user_id = $1 AND slot = $2 \
            AND registered_at IS NOT NULL) ORDER BY operation_id LIMIT 1"
     );
-    Ok(row(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(OperationRow::parse))
+    Ok(query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// A running operation that still needs the server of a machine that left its slot: its own, or the creation of the
 /// next machine, which waits for the final backup.
-pub async fn operation_needing_server(
+pub async fn find_operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationRow>, DbError> {
@@ -64,12 +64,12 @@ pub async fn operation_needing_server(
     );
     let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
     let params: Params<'_> = &[&machine.id.0, &machine.user.as_str(), &machine.slot.as_str(), &epoch];
-    Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))
+    Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
 /// Whether an operator accepted the loss of unsaved data when this machine was taken out of service.
 pub async fn is_loss_accepted(client: &impl GenericClient, machine: MachineId) -> Result<bool, DbError> {
-    let Some(id) = took_out_of_service(client, machine).await? else { return Ok(false) };
+    let Some(id) = find_retiring_operation(client, machine).await? else { return Ok(false) };
     let operation = super::operations::get(client, id).await?;
     Ok(operation.is_some_and(|operation| operation.options.accept_loss))
 }

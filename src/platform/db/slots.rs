@@ -6,7 +6,7 @@ use deadpool_postgres::GenericClient;
 use jiff::{SignedDuration, Timestamp};
 use tokio_postgres::Row;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use svc_machine::plan::Plan;
@@ -46,13 +46,13 @@ impl SlotRow {
 
 const COLUMNS: &str = "idp_user_id, slot, plan, status, current_period_end";
 
-pub async fn get(
+pub async fn find_subscription(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<SlotRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM slots WHERE idp_user_id = $1 AND slot = $2");
-    row(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
+    query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
 }
 
 /// The slots of one user, or of all users; at most 1000.
@@ -62,11 +62,11 @@ pub async fn list(client: &impl GenericClient, user: Option<&IdpUserId>) -> Resu
          ORDER BY idp_user_id, slot LIMIT 1000"
     );
     let user = user.map(IdpUserId::as_str);
-    rows(client, &sql, &[&user]).await?.iter().map(SlotRow::parse).collect()
+    query(client, &sql, &[&user]).await?.iter().map(SlotRow::parse).collect()
 }
 
 /// Inserts a slot, or replaces its subscription.
-pub async fn put(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbError> {
+pub async fn upsert_subscription(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbError> {
     let sql = "INSERT INTO slots (idp_user_id, slot, plan, status, current_period_end) \
                VALUES ($1, $2, $3, $4, $5) ON CONFLICT (idp_user_id, slot) DO UPDATE SET plan = EXCLUDED.plan, \
                status = EXCLUDED.status, current_period_end = EXCLUDED.current_period_end, updated_at = now()";
@@ -85,24 +85,26 @@ pub async fn claim_handle(
     let sql = "INSERT INTO handles (handle, idp_user_id) VALUES ($1, $2) ON CONFLICT (handle) DO NOTHING";
     execute(client, sql, &[&handle.as_str(), &user.as_str()]).await?;
     let sql = "SELECT idp_user_id FROM handles WHERE handle = $1";
-    let owner = row(client, sql, &[&handle.as_str()]).await?;
+    let owner = query_opt(client, sql, &[&handle.as_str()]).await?;
     Ok(owner.map(|row| row.get(0)).unwrap_or_default())
 }
 
 /// The handle's owner, if it has one.
 pub async fn handle_owner(client: &impl GenericClient, handle: &Handle) -> Result<Option<String>, DbError> {
     let sql = "SELECT idp_user_id FROM handles WHERE handle = $1";
-    Ok(row(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
+    Ok(query_opt(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
 }
 
 /// The release that the slot's next machine starts with; `None` if none is recorded.
-pub async fn release(
+pub async fn find_release(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<ImageVersion>, DbError> {
     let sql = "SELECT image_version FROM slot_releases WHERE idp_user_id = $1 AND slot = $2";
-    let Some(found) = row(client, sql, &[&user.as_str(), &slot.as_str()]).await? else { return Ok(None) };
+    let Some(found) = query_opt(client, sql, &[&user.as_str(), &slot.as_str()]).await? else {
+        return Ok(None);
+    };
     let version: &str = found.get(0);
     let parsed = version.parse();
     parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
@@ -135,7 +137,7 @@ pub async fn set_release_for_machine(
 
 /// Maps server labels to slots, as `user/slot`. It scans every slot, so call it only for the few servers that an alarm
 /// names.
-pub async fn by_labels(
+pub async fn find_slots_by_label(
     client: &impl GenericClient,
     labels: &[String],
 ) -> Result<HashMap<String, String>, DbError> {
@@ -143,7 +145,7 @@ pub async fn by_labels(
                  UNION SELECT idp_user_id || '/' || slot FROM user_machines), \
                labelled AS (SELECT left(encode(sha256(convert_to(name, 'UTF8')), 'hex'), 32) AS label, name FROM known) \
                SELECT label, name FROM labelled WHERE label = ANY($1)";
-    Ok(rows(client, sql, &[&labels]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
+    Ok(query(client, sql, &[&labels]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, query, query_opt};
 
 /// Counts of unknown servers by decision.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -42,17 +42,17 @@ pub async fn release(client: &impl GenericClient) -> Result<(), DbError> {
 }
 
 /// Released servers whose grace period has ended.
-pub async fn due(client: &impl GenericClient, grace: Duration) -> Result<Vec<i64>, DbError> {
+pub async fn list_due(client: &impl GenericClient, grace: Duration) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT server_id FROM unknown_servers WHERE released_at IS NOT NULL \
                AND first_seen <= clock_timestamp() - make_interval(secs => $1)";
-    Ok(rows(client, sql, &[&grace.as_secs_f64()]).await?.iter().map(|row| row.get(0)).collect())
+    Ok(query(client, sql, &[&grace.as_secs_f64()]).await?.iter().map(|row| row.get(0)).collect())
 }
 
 pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<UnknownServers, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE released_at IS NULL), count(released_at), \
                max(first_seen) FILTER (WHERE released_at IS NOT NULL) + make_interval(secs => $1) \
                FROM unknown_servers";
-    let found = row(client, sql, &[&grace.as_secs_f64()]).await?;
+    let found = query_opt(client, sql, &[&grace.as_secs_f64()]).await?;
     Ok(found.map_or_else(UnknownServers::default, |row| UnknownServers {
         held: row.get(0),
         released: row.get(1),
@@ -63,5 +63,5 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
 /// Whether any server waits for an operator.
 pub async fn is_any_held(client: &impl GenericClient) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM unknown_servers WHERE released_at IS NULL LIMIT 1";
-    Ok(row(client, sql, &[]).await?.is_some())
+    Ok(query_opt(client, sql, &[]).await?.is_some())
 }

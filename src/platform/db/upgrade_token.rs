@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::{GenericClient, Transaction};
 use tokio_postgres::Row;
 
-use super::{DbError, execute, rows};
+use super::{DbError, execute, query};
 use crate::token_rotation::{PreviousToken, UpgradeToken};
 use crate::tokens::Generation;
 use svc_machine::id::MachineId;
@@ -79,7 +79,7 @@ pub async fn list_after(
                greatest(heartbeat_at, registered_at, created_at) <= now() - make_interval(secs => $2) \
                FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL AND machine_id > $1 \
                ORDER BY machine_id LIMIT $3";
-    let found = rows(client, sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
+    let found = query(client, sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
     let held = |row: &Row| HeldToken {
         machine: MachineId(row.get(0)),
         generation: Generation(row.get::<_, i32>(1).unsigned_abs()),

@@ -32,9 +32,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 
 async fn fetch(url: url::Url) -> Result<KeySet, String> {
     let client = client::build(Deadlines::CALL).map_err(|error| format!("{error:#}"))?;
-    let answer = client.get(url).send().await.map_err(|error| chain(&error.without_url()))?;
-    if !answer.status().is_success() {
-        return Err(format!("it responded with {}", answer.status()));
+    let response = client.get(url).send().await.map_err(|error| chain(&error.without_url()))?;
+    if !response.status().is_success() {
+        return Err(format!("it responded with {}", response.status()));
     }
-    answer.json().await.map_err(|error| chain(&error.without_url()))
+    response.json().await.map_err(|error| chain(&error.without_url()))
 }

@@ -26,15 +26,15 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 /// The findings, and the running platform's URL and secret for further checks, if both are set.
 pub struct DoctorReport {
     pub findings: Vec<Finding>,
-    pub operator: Option<(Url, SecretString)>,
+    pub api_access: Option<(Url, SecretString)>,
 }
 
 /// Checks the platform configured by the environment and by `file`, which has lower precedence.
-pub async fn examine(file: Option<&Path>) -> DoctorReport {
+pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
     // Read before validation: the platform may be healthy even if this process has an invalid setting.
     let url: Option<Url> = env.text(&vars::PLATFORM_PUBLIC_URL).and_then(|url| url.parse().ok());
-    let operator = url.zip(env.secret(&vars::PLATFORM_SECRET));
+    let api_access = url.zip(env.secret(&vars::PLATFORM_SECRET));
     let mut findings = serving::env_file(file);
     let config = match PlatformConfig::read(env) {
         Ok(config) => config,
@@ -57,7 +57,7 @@ pub async fn examine(file: Option<&Path>) -> DoctorReport {
                 let skipped = Findings::new(check).skipped("the configuration is wrong");
                 findings.extend(skipped.into_list());
             }
-            return DoctorReport { findings, operator };
+            return DoctorReport { findings, api_access };
         }
     };
     let checks = vec![
@@ -73,5 +73,5 @@ pub async fn examine(file: Option<&Path>) -> DoctorReport {
         Check::new("tls", CHECK_TIMEOUT, async { serving::certificates(&config) }),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
-    DoctorReport { findings, operator }
+    DoctorReport { findings, api_access }
 }

@@ -95,7 +95,7 @@ pub fn certificates(config: &PlatformConfig) -> Findings {
             findings = certificate(findings, name, files);
         }
     }
-    if findings.is_empty() { findings.skipped("no listener has a certificate of its own") } else { findings }
+    if findings.is_empty() { findings.skipped("no listener has its own certificate") } else { findings }
 }
 
 fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
@@ -109,11 +109,11 @@ fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     let Some(expires_at) = expires_at(&files.cert) else {
         return findings.problem(format!("{} is not a certificate", files.cert.display()), next);
     };
-    let left = expires_at.duration_since(Timestamp::now());
+    let remaining = expires_at.duration_since(Timestamp::now());
     let text = format!("{} expires at {:.0}", files.cert.display(), expires_at);
-    if left.is_negative() {
+    if remaining.is_negative() {
         findings.problem(text, format!("renew it, then restart svc-platform: {next}"))
-    } else if left < EXPIRY_WARNING {
+    } else if remaining < EXPIRY_WARNING {
         findings.warning(text, "renew it, then restart svc-platform")
     } else {
         findings.ok(text)

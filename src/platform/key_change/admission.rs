@@ -90,7 +90,7 @@ async fn refuse_needed(
     let need = if is_first {
         // In a database of an earlier release, only the signing keys show the key.
         KeyNeed::of_signing_keys(tx, seal).await?
-    } else if platform_keys::state(tx, key).await?.is_sole {
+    } else if platform_keys::load_state(tx, key).await?.is_sole {
         return Ok(());
     } else {
         KeyNeed::find(tx, key, mint, seal, max_silence, own.ttl).await?

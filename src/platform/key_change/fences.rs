@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
-use super::{BATCH, ChangeError};
+use super::{BATCH_SIZE, KeyChangeError};
 use crate::context::Platform;
 use crate::db::platform_keys;
 use svc_base::failpoint;
@@ -34,16 +34,16 @@ pub enum FenceProgress {
 /// Processes the next batch of slots.
 ///
 /// # Errors
-/// [`ChangeError`]; finished slots stay finished.
-pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, ChangeError> {
+/// [`KeyChangeError`]; finished slots stay finished.
+pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChangeError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
-    let state = platform_keys::state(&session, key).await?;
+    let state = platform_keys::load_state(&session, key).await?;
     if state.has_signed_fences {
         return Ok(FenceProgress::Done);
     }
     let mut before = state.fences_after;
-    let slots = platform_keys::slots_after(&session, before.as_ref(), BATCH).await?;
+    let slots = platform_keys::list_slots_after(&session, before.as_ref(), BATCH_SIZE).await?;
     if slots.is_empty() {
         platform_keys::finish_fences(&session, key, before.as_ref()).await?;
         return Ok(FenceProgress::Done);
@@ -65,7 +65,7 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, ChangeE
     Ok(FenceProgress::Some)
 }
 
-async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), ChangeError> {
+async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), KeyChangeError> {
     let name = || format!("{user}/{slot}");
     let parsed = user.parse::<IdpUserId>().ok().zip(slot.parse::<Slot>().ok());
     let Some((user, slot)) = parsed else { return Ok(()) };
@@ -81,13 +81,13 @@ async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Resu
     match signed.await {
         // A later machine fenced it after the read, with the current key.
         Ok(Ok(()) | Err(PointerError::Fenced(_))) => Ok(()),
-        Ok(Err(_)) => Err(ChangeError::Contended(name())),
+        Ok(Err(_)) => Err(KeyChangeError::Contended(name())),
         // No key can verify it; `svcctl pointer rebuild` signs with the current one.
         Err(error @ StoreError::Corrupt { .. }) => {
             tracing::warn!(slot = name(), error = %chain(&error), "cannot read a fence; it is not re-signed");
             Ok(())
         }
-        Err(source) => Err(ChangeError::Fence { slot: name(), source }),
+        Err(source) => Err(KeyChangeError::Fence { slot: name(), source }),
     }
 }
 

@@ -70,7 +70,7 @@ impl fmt::Display for OtherKey {
 }
 
 impl OtherKey {
-    /// What an operator should do.
+    /// The recommended action for the operator.
     pub fn advice(&self) -> String {
         format!(
             "one of the two must be the key {named}: if settings from before a change were restored, set it as PLATFORM_KEY, and \

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
 
-use super::{BATCH, MAX_SIGNING_KEYS};
+use super::{BATCH_SIZE, MAX_SIGNING_KEYS};
 use crate::db::platform_keys::{self, OtherProcess};
 use crate::db::{self, DbError, upgrade_token};
 use crate::keys::{Seal, SealedWith};
@@ -60,7 +60,7 @@ impl KeyNeed {
         need.note_tokens(client, mint, max_silence).await?;
         need.note_fences(client, current).await?;
         for OtherProcess { process, .. } in
-            platform_keys::with_other_key(client, current, process_ttl).await?
+            platform_keys::list_with_other_key(client, current, process_ttl).await?
         {
             need.processes.note(process);
         }
@@ -88,7 +88,7 @@ impl KeyNeed {
     ) -> Result<(), DbError> {
         let mut after = MachineId(uuid::Uuid::nil());
         loop {
-            let held = upgrade_token::list_after(client, after, max_silence, 10 * BATCH).await?;
+            let held = upgrade_token::list_after(client, after, max_silence, 10 * BATCH_SIZE).await?;
             let Some(last) = held.last() else { return Ok(()) };
             after = last.machine;
             for token in held {
@@ -103,13 +103,13 @@ impl KeyNeed {
     }
 
     async fn note_fences(&mut self, client: &impl GenericClient, current: &KeyId) -> Result<(), DbError> {
-        let state = platform_keys::state(client, current).await?;
+        let state = platform_keys::load_state(client, current).await?;
         if state.has_signed_fences {
             return Ok(());
         }
         let after = state.fences_after.as_ref();
         self.fences.count = platform_keys::count_slots_after(client, after).await?.unsigned_abs();
-        let named = platform_keys::slots_after(client, after, MAX_NAMED as i64).await?;
+        let named = platform_keys::list_slots_after(client, after, MAX_NAMED as i64).await?;
         self.fences.names = named.into_iter().map(|(user, slot)| format!("{user}/{slot}")).collect();
         Ok(())
     }
@@ -169,7 +169,7 @@ pub async fn signing_keys(client: &impl GenericClient) -> Result<Vec<db::keys::S
     let mut all: Vec<db::keys::StoredKey> = Vec::new();
     while all.len() < MAX_SIGNING_KEYS {
         let after = all.last().map_or("", |key| key.kid.as_str());
-        let more = db::keys::list_after(client, after, BATCH).await?;
+        let more = db::keys::list_after(client, after, BATCH_SIZE).await?;
         if more.is_empty() {
             break;
         }

@@ -45,14 +45,14 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
     let machine = held.machine().await?;
     let platform = held.platform;
     if machine.create_ordered_at.is_some() {
-        if let Some(found) = find(platform, &machine).await? {
+        if let Some(found) = find_server(platform, &machine).await? {
             return Ok(adopt(&found));
         }
         let session = platform.db.session().await?;
-        let since = db::machines::create_age(&session, machine.id).await?;
-        let left = platform.config.provider.ambiguous_wait.saturating_sub(since);
-        if !left.is_zero() {
-            return Ok(StepOutcome::wait(left.min(LOOKUP_INTERVAL)));
+        let since = db::machines::create_request_age(&session, machine.id).await?;
+        let remaining = platform.config.provider.ambiguous_wait.saturating_sub(since);
+        if !remaining.is_zero() {
+            return Ok(StepOutcome::wait(remaining.min(LOOKUP_INTERVAL)));
         }
     }
     let session = platform.db.session().await?;
@@ -81,7 +81,7 @@ async fn handle_create_error(
                 "a create request has an unknown outcome");
             Ok(StepOutcome::wait(Duration::ZERO))
         }
-        ErrorKind::Conflict => match find(held.platform, machine).await? {
+        ErrorKind::Conflict => match find_server(held.platform, machine).await? {
             Some(found) => Ok(adopt(&found)),
             None => Err(StepError::from(error)),
         },
@@ -142,7 +142,7 @@ pub async fn check_actions(
     machine: MachineId,
 ) -> Result<Option<Duration>, StepError> {
     let session = held.platform.db.session().await?;
-    let actions = machine_server::pending_create_actions(&session, machine).await?;
+    let actions = machine_server::list_pending_create_actions(&session, machine).await?;
     drop(session);
     let Some(action) = actions.first() else { return Ok(None) };
     let next_check = (held.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL);
@@ -150,7 +150,7 @@ pub async fn check_actions(
         Ok(ActionStatus::Running) => Ok(Some(next_check)),
         Ok(ActionStatus::Error { code, message }) => {
             let what = "the provider could not start its server";
-            let cause = Cause::Answer { status: 200, code, message };
+            let cause = Cause::Response { status: 200, code, message };
             Err(StepError::permanent(what, ProviderError::new("create server", ErrorKind::Transient, cause)))
         }
         Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -166,15 +166,15 @@ pub async fn check_actions(
 }
 
 /// Looks up the machine's server by name, then by label.
-pub async fn find(platform: &Platform, machine: &MachineRow) -> Result<Option<Server>, ProviderError> {
+pub async fn find_server(platform: &Platform, machine: &MachineRow) -> Result<Option<Server>, ProviderError> {
     if let Some(found) = platform.provider.find(&machine.server_name()).await? {
         return Ok(Some(found));
     }
-    let labelled = platform.provider.find_by_label(&selector(machine.id)).await?;
+    let labelled = platform.provider.find_by_label(&label_selector(machine.id)).await?;
     Ok(labelled.into_iter().next())
 }
 
-fn selector(machine: MachineId) -> String {
+fn label_selector(machine: MachineId) -> String {
     format!("{MACHINE_LABEL}={machine}")
 }
 

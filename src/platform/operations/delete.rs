@@ -30,9 +30,9 @@ pub async fn delete_own_server(held: &HeldOperation<'_>) -> Result<StepOutcome, 
     let is_undecided = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
-    if is_undecided && held.finds_server(&machine).await? {
+    if is_undecided && held.detect_returned_server(&machine).await? {
         held.mark_unsaved(machine.id).await?;
-        let note = "the provider has its server after all, and no last backup of it exists: it is kept until an operator discards it";
+        let note = "the provider has its server after all, and no final backup of it exists: it is kept until an operator discards it";
         return Ok(StepOutcome::Fail { code: "server_found", note });
     }
     Ok(if delete_server(held, &machine).await? {
@@ -47,7 +47,7 @@ pub async fn delete_own_server(held: &HeldOperation<'_>) -> Result<StepOutcome, 
 async fn is_discard_confirmed(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
     let session = held.platform.db.session().await?;
-    let kept_at = db::operations::last_failed(&session, machine.id, later_holder::BEHIND_STORE).await?;
+    let kept_at = db::operations::last_failure_time(&session, machine.id, later_holder::BEHIND_STORE).await?;
     Ok(kept_at.is_some_and(|kept_at| kept_at < ordered_at))
 }
 
@@ -60,12 +60,12 @@ pub async fn delete_server(held: &HeldOperation<'_>, machine: &MachineRow) -> Re
     }
     // Read again: the previous lease holder may have recorded a server.
     let Some(machine) = db::machines::get(&session, machine.id).await? else { return Ok(true) };
-    let since_order = db::machines::create_age(&session, machine.id).await?;
+    let since_order = db::machines::create_request_age(&session, machine.id).await?;
     drop(session);
     if let Some(id) = machine.provider_server_id {
         platform.provider.delete(ServerId(id)).await?;
     } else if machine.create_ordered_at.is_some() {
-        match create::find(platform, &machine).await? {
+        match create::find_server(platform, &machine).await? {
             Some(found) => {
                 platform.provider.delete(found.id).await?;
             }

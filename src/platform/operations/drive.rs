@@ -62,7 +62,8 @@ impl Drivers {
             match claim(platform, owner, self.lane).await {
                 Ok(Some(operation)) => {
                     let platform = platform.clone();
-                    self.driven.spawn(async move { drive_as_asked(&platform, operation, owner).await });
+                    self.driven
+                        .spawn(async move { drive_with_request_id(&platform, operation, owner).await });
                 }
                 Ok(None) => break,
                 Err(error) => {
@@ -90,8 +91,8 @@ fn lane_of(operation: &OperationRow) -> Lane {
     operation.step.parse().map_or(Lane::General, Step::lane)
 }
 
-/// [`drive`] under the id of the request that filed the operation, in a span with its log fields.
-async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uuid) {
+/// [`drive`] under the id of the request that created the operation, in a span with its log fields.
+async fn drive_with_request_id(platform: &Platform, operation: OperationRow, owner: Uuid) {
     let id = operation.request_id.clone();
     let span = tracing::info_span!(
         "operation",

@@ -81,7 +81,7 @@ pub enum HostCallError {
     #[error("the host cannot be reached")]
     Unreachable(#[source] anyhow::Error),
     /// The host responded with this error status.
-    #[error("the host answered {0}")]
+    #[error("the host returned {0}")]
     Refused(StatusCode),
 }
 

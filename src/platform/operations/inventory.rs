@@ -94,7 +94,7 @@ async fn fail_vanished(
     failures: &mut Failures,
 ) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let live = db::servers::expected(&session).await?;
+    let live = db::servers::list_expected(&session).await?;
     let present: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
     db::servers::record_seen(&session, &present).await?;
     let present: HashSet<i64> = present.into_iter().collect();
@@ -130,7 +130,7 @@ async fn fail_vanished(
 async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
-    let watched = db::servers::holding_data(&session).await?;
+    let watched = db::servers::list_holding_data(&session).await?;
     drop(session);
     let missing = watched.iter().filter(|machine| !present.contains(&machine.server)).take(MAX_UNLISTED);
     let (missing, _) = confirm_missing(platform, missing.collect(), failures).await;
@@ -231,7 +231,11 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
 async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
     let label = |server: &Server, name: &str| server.labels.get(name).cloned();
     let slots: Vec<String> = servers.iter().filter_map(|server| label(server, SLOT_LABEL)).collect();
-    let named = if slots.is_empty() { HashMap::new() } else { db::slots::by_labels(session, &slots).await? };
+    let named = if slots.is_empty() {
+        HashMap::new()
+    } else {
+        db::slots::find_slots_by_label(session, &slots).await?
+    };
     let describe = |server: &&Server| {
         let slot = label(server, SLOT_LABEL).and_then(|slot| named.get(&slot).cloned());
         json!({
@@ -259,7 +263,7 @@ async fn handle_orphans(
         labelled.map(|server| (server, machine_of(server))).collect();
     let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
     let session = platform.db.session().await?;
-    let known = db::servers::known(&session, &named).await?;
+    let known = db::servers::filter_known(&session, &named).await?;
     let unknown: Vec<&Server> = claimed
         .iter()
         .filter(|(_, machine)| machine.is_none_or(|machine| !known.contains(&machine)))
@@ -272,7 +276,7 @@ async fn handle_orphans(
     let shown = describe(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
     let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": shown});
     alarms::raise_while(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
-    let due = db::unknown_servers::due(&session, grace).await?;
+    let due = db::unknown_servers::list_due(&session, grace).await?;
     drop(session);
     for server in due {
         failures.note(format!("server {server}"), delete_unknown(platform, server).await);

@@ -17,14 +17,14 @@ use uuid::Uuid;
 
 use super::host_call::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::leased::HeldOperation;
-use super::predecessor::leaving_machine;
+use super::predecessor::outgoing_machine;
 use super::step::{Question, StepError, StepOutcome, StepRecord, fence_of};
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
 use progress::LastBackupProgress;
 use saved_copy::HostReport;
-pub use skip::{ANSWERED, NEWER_SNAPSHOT};
-use skip::{SkipReason, is_answered, pass_over};
+pub use skip::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
+use skip::{SkipReason, is_snapshot_chosen, skip_host};
 use svc_base::chain::chain;
 use svc_base::clock;
 use svc_base::untrusted_text::bounded;
@@ -76,12 +76,12 @@ impl BackupFailure {
         let (id, operation) = (machine.id, held.operation.id);
         match self {
             Self::Failed(why) => format!(
-                "No last backup of {id}: {why}. The newest copy is {saved}; what was written since is only on \
+                "No final backup of {id}: {why}. The newest copy is {saved}; what was written since is only on \
                  its server. `svcctl operation continue {operation}` requests the backup again, with `--accept-loss` it \
                  continues without a backup, and `svcctl operation abandon {operation}` abandons the operation."
             ),
             Self::HeldBack { loss } => format!(
-                "The last backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
+                "The final backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
                  {saved}. If this loss is intended: `svcctl backup accept {id}`, then `svcctl operation continue \
                  {operation}`. Otherwise `svcctl operation continue {operation} --accept-loss` continues with the \
                  newest copy, and `svcctl operation abandon {operation}` abandons the operation."
@@ -131,7 +131,7 @@ impl fmt::Display for NewestCopy {
 }
 
 pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let Some(machine) = leaving_machine(held).await? else {
+    let Some(machine) = outgoing_machine(held).await? else {
         return Ok(StepOutcome::done_noting("no earlier machine has served"));
     };
     let mut progress = LastBackupProgress::load(held);
@@ -139,11 +139,11 @@ pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
         return Ok(outcome);
     }
     let (now, options) = (held.now().await?, held.operation.options);
-    if is_answered(held) {
-        let reason = if options.give_up_backup { SkipReason::GivenUp } else { SkipReason::Silent };
-        return Box::pin(pass_over(held, &machine, &progress, reason)).await;
+    if is_snapshot_chosen(held) {
+        let reason = if options.give_up_backup { SkipReason::GivenUp } else { SkipReason::Unreachable };
+        return Box::pin(skip_host(held, &machine, &progress, reason)).await;
     }
-    if progress.trouble.is_some() || options.give_up_backup {
+    if progress.problem.is_some() || options.give_up_backup {
         // An operator has answered: a held-back snapshot may have become the latest.
         if let Ok(report) = host_report(held, &machine).await
             && let Some(taken_at) =
@@ -151,13 +151,13 @@ pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
         {
             return Ok(final_backup_done(&machine, taken_at));
         }
-        if options.accept_loss && progress.trouble.is_none() {
-            return Box::pin(pass_over(held, &machine, &progress, SkipReason::GivenUp)).await;
+        if options.accept_loss && progress.problem.is_none() {
+            return Box::pin(skip_host(held, &machine, &progress, SkipReason::GivenUp)).await;
         }
         if options.accept_loss {
             return Ok(continue_with_loss(held, &machine).await);
         }
-        progress = progress.restarted();
+        progress = progress.into_restarted();
     }
     match attempt(held, &machine, &mut progress, now).await {
         Ok(AttemptOutcome::Saved { taken_at }) => Ok(final_backup_done(&machine, taken_at)),
@@ -165,12 +165,12 @@ pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
             progress.unreachable_since = None;
             Ok(progress.wait(held, again_in))
         }
-        Ok(AttemptOutcome::Failed(failure)) => Ok(ask_operator(held, &machine, progress, failure).await),
+        Ok(AttemptOutcome::Failed(failure)) => Ok(require_decision(held, &machine, progress, failure).await),
         Err(HostCallError::Refused(status)) => {
             progress.unreachable_since = None;
-            let failure = BackupFailure::Failed(format!("the host answers {status}"));
+            let failure = BackupFailure::Failed(format!("the host returned {status}"));
             if progress.is_stalled(held, now) {
-                Ok(ask_operator(held, &machine, progress, failure).await)
+                Ok(require_decision(held, &machine, progress, failure).await)
             } else {
                 Ok(progress.wait(held, progress.next_poll(now)))
             }
@@ -189,21 +189,21 @@ async fn outcome_without_call(
     progress: &mut LastBackupProgress,
 ) -> Result<Option<StepOutcome>, StepError> {
     if machine.power_off_ordered_at.is_some() {
-        return Box::pin(pass_over(held, machine, progress, SkipReason::OutOfService)).await.map(Some);
+        return Box::pin(skip_host(held, machine, progress, SkipReason::OutOfService)).await.map(Some);
     }
-    if !machine.server_exists() && !held.finds_server(machine).await? {
-        return Box::pin(pass_over(held, machine, progress, SkipReason::ServerGone)).await.map(Some);
+    if !machine.server_exists() && !held.detect_returned_server(machine).await? {
+        return Box::pin(skip_host(held, machine, progress, SkipReason::ServerGone)).await.map(Some);
     }
     // The running deletion of that machine takes the backup.
     let session = held.platform.db.session().await?;
-    let deleting = db::slot_operations::running_deletion(&session, machine.id).await?;
+    let deleting = db::slot_operations::find_running_deletion(&session, machine.id).await?;
     let Some(deletion) = deleting.filter(|other| other.id != held.operation.id) else { return Ok(None) };
     let suffix = if deletion.question.is_some() { ", which waits for an operator" } else { "" };
-    let waits_for = format!("waits for the deletion {} of machine {}{suffix}", deletion.id, machine.id);
-    if progress.waits_for.as_ref() != Some(&waits_for) {
+    let logged_wait = format!("waits for the deletion {} of machine {}{suffix}", deletion.id, machine.id);
+    if progress.logged_wait.as_ref() != Some(&logged_wait) {
         let (id, step) = (held.operation.id, &held.operation.step);
-        db::operations::log(&session, id, step, "waits", Some(&waits_for)).await?;
-        progress.waits_for = Some(waits_for);
+        db::operations::log(&session, id, step, "waits", Some(&logged_wait)).await?;
+        progress.logged_wait = Some(logged_wait);
     }
     Ok(Some(progress.wait(held, POLL_INTERVAL)))
 }
@@ -223,7 +223,7 @@ async fn attempt(
 ) -> Result<AttemptOutcome, HostCallError> {
     progress.progress_at.get_or_insert(now);
     progress.started_at.get_or_insert(now);
-    if !progress.has_stopped && !stop_writers(held, machine, progress, now).await? {
+    if !progress.has_stopped_writers && !stop_writers(held, machine, progress, now).await? {
         let is_overdue = progress.is_stop_overdue(held, now);
         let failure = BackupFailure::Failed("its dispatches and apps did not stop in time".to_owned());
         return Ok(if is_overdue {
@@ -243,7 +243,7 @@ async fn attempt(
         return Ok(AttemptOutcome::Saved { taken_at });
     }
     if let HostReport::Backups(host) = &report {
-        progress.record(host, now);
+        progress.record_report(host, now);
         match failure_since(host, requested_at) {
             Some(BackupFailure::Failed(error)) => return Ok(progress.retry_request(error)),
             Some(failure @ BackupFailure::HeldBack { .. }) => return Ok(AttemptOutcome::Failed(failure)),
@@ -287,21 +287,21 @@ async fn stop_writers(
 ) -> Result<bool, HostCallError> {
     match host_call::quiesce(held.platform, machine, held.operation.id).await {
         Ok(quiesced) => {
-            progress.has_stopped = quiesced.quiesced_at.is_some();
-            if !progress.has_stopped {
-                progress.record_running(quiesced.running_dispatches, now);
+            progress.has_stopped_writers = quiesced.quiesced_at.is_some();
+            if !progress.has_stopped_writers {
+                progress.record_running_dispatches(quiesced.running_dispatches, now);
             }
         }
         Err(HostCallError::Refused(status)) if is_unsupported(status) => {
-            tracing::warn!(machine = %machine.id, "its release cannot stop its writers before the last backup");
-            progress.has_stopped = true;
+            tracing::warn!(machine = %machine.id, "its release cannot stop its writers before the final backup");
+            progress.has_stopped_writers = true;
         }
         Err(error) => return Err(error),
     }
-    if progress.has_stopped {
+    if progress.has_stopped_writers {
         progress.progress_at = Some(now);
     }
-    Ok(progress.has_stopped)
+    Ok(progress.has_stopped_writers)
 }
 
 async fn host_report(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<HostReport, HostCallError> {
@@ -339,7 +339,7 @@ async fn newest_reported(
     machine: &MachineRow,
 ) -> Result<Option<Timestamp>, DbError> {
     let session = held.platform.db.session().await?;
-    db::machines::newest_backup(&session, &machine.user, &machine.slot).await
+    db::machines::newest_backup_time(&session, &machine.user, &machine.slot).await
 }
 
 fn failure_since(host: &BackupProgress, since: Timestamp) -> Option<BackupFailure> {
@@ -369,19 +369,21 @@ async fn handle_unreachable(
     let deadline = signed_duration(held.platform.config.timing.last_backup_deadline);
     let silent_for = now.duration_since(since);
     if silent_for < deadline {
-        let left = Duration::try_from(deadline - silent_for).unwrap_or_default();
-        return Ok(progress
-            .wait(held, poll_interval(silent_for, MAX_SILENT_POLL_INTERVAL).min(left.max(POLL_INTERVAL))));
+        let remaining = Duration::try_from(deadline - silent_for).unwrap_or_default();
+        return Ok(progress.wait(
+            held,
+            poll_interval(silent_for, MAX_SILENT_POLL_INTERVAL).min(remaining.max(POLL_INTERVAL)),
+        ));
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
         let failure = "the host sends heartbeats, and the platform cannot call it".to_owned();
-        return Ok(ask_operator(held, machine, progress, BackupFailure::Failed(failure)).await);
+        return Ok(require_decision(held, machine, progress, BackupFailure::Failed(failure)).await);
     }
-    Box::pin(pass_over(held, machine, &progress, SkipReason::Silent)).await
+    Box::pin(skip_host(held, machine, &progress, SkipReason::Unreachable)).await
 }
 
-/// Continues if the operator has accepted the loss, else asks.
-async fn ask_operator(
+/// Continues if the operator has accepted the loss; otherwise the operation waits for a decision.
+async fn require_decision(
     held: &HeldOperation<'_>,
     machine: &MachineRow,
     mut progress: LastBackupProgress,
@@ -391,8 +393,13 @@ async fn ask_operator(
         return continue_with_loss(held, machine).await;
     }
     let detail = failure.question(held, machine, &newest_copy(held, machine).await);
-    progress.trouble = Some(failure.to_string());
-    StepOutcome::Ask(Question { code: failure.code(), detail, snapshot: None, facts: progress.facts(held) })
+    progress.problem = Some(failure.to_string());
+    StepOutcome::NeedsDecision(Question {
+        code: failure.code(),
+        detail,
+        snapshot: None,
+        facts: progress.facts(held),
+    })
 }
 
 /// Continues without a final backup, and records since when data is lost.
@@ -400,7 +407,7 @@ async fn continue_with_loss(held: &HeldOperation<'_>, machine: &MachineRow) -> S
     let saved = newest_copy(held, machine).await;
     let stored = skip::record_unrestored(held, machine).await;
     let note = format!(
-        "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}{stored}"
+        "no final backup; the operator accepted the loss of what was written since the newest copy, which is {saved}{stored}"
     );
     let record = StepRecord::LossAccepted { machine: machine.id, since: saved.until() };
     StepOutcome::Done { note: Some(note.into()), record }
@@ -425,14 +432,14 @@ mod tests {
     #[test]
     fn poll_intervals_grow_to_limit_with_jitter() {
         let at = |seconds: i64, limit| poll_interval(SignedDuration::from_secs(seconds), limit);
-        for (seconds, limit, most) in [
+        for (seconds, limit, max) in [
             (0, MAX_POLL_INTERVAL, POLL_INTERVAL),
             (16, MAX_POLL_INTERVAL, Duration::from_secs(2)),
             (3600, MAX_POLL_INTERVAL, MAX_POLL_INTERVAL),
         ] {
             for _ in 0..100 {
                 let interval = at(seconds, limit);
-                assert!(interval <= most && interval >= most.mul_f64(0.74), "{seconds} s: {interval:?}");
+                assert!(interval <= max && interval >= max.mul_f64(0.74), "{seconds} s: {interval:?}");
             }
         }
         let many: std::collections::BTreeSet<_> =

@@ -1,4 +1,4 @@
-//! Detects a later holder of a slot that the store knows and the database does not, because the database may have
+//! Detects a later holder of a slot that the store records and the database does not, because the database may have
 //! been restored from an older copy. Its operations are then outdated, and must not take a serving machine out of
 //! service.
 //!
@@ -37,7 +37,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 /// Timeout of one pointer read. A longer one would let a hanging store block callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A machine that holds the slot under an epoch that the database does not know.
+/// A machine that holds the slot under an epoch that the database does not record.
 #[derive(Debug, Clone, Copy)]
 pub struct LaterHolder {
     pub machine: MachineId,
@@ -129,12 +129,12 @@ async fn claim_of_pointer(
         return Ok(FenceClaim::Holder(holder));
     }
     // No machine of the slot has had such an epoch: only a dishonest host writes it.
-    let highest = db::machines::highest_epoch(&session, user, slot).await?;
+    let highest = db::machines::find_highest_epoch(&session, user, slot).await?;
     let is_plausible = epoch <= highest.max_plausible();
     Ok(if is_plausible { FenceClaim::Unverified(holder) } else { FenceClaim::Nothing })
 }
 
-/// What to do with an operation if the store knows a later holder.
+/// How an operation continues if the store has a later holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HolderDecision {
     /// The operation continues.
@@ -242,13 +242,15 @@ pub async fn check_step(held: &HeldOperation<'_>, step: Step) -> Result<Option<S
     };
     match found {
         FenceClaim::Nothing => Ok(None),
-        FenceClaim::Unverified(named) => Ok(ask_about_fence(held, step, (&machine, subject), named).await),
+        FenceClaim::Unverified(named) => {
+            Ok(require_fence_decision(held, step, (&machine, subject), named).await)
+        }
         FenceClaim::Holder(holder) => apply_decision(held, (&machine, subject), holder).await,
     }
 }
 
 /// Asks an operator about a fence that no current key verifies.
-async fn ask_about_fence(
+async fn require_fence_decision(
     held: &HeldOperation<'_>,
     step: Step,
     (machine, subject): (&MachineRow, OperationSubject),
@@ -264,7 +266,12 @@ async fn ask_about_fence(
          right, the slot's host forged the signature, and `svcctl operation continue {operation} --accept-loss` disregards it.",
         describe_unverified(named)
     );
-    Some(StepOutcome::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
+    Some(StepOutcome::NeedsDecision(Question {
+        code: UNVERIFIED_FENCE,
+        detail,
+        snapshot: None,
+        facts: held.facts(),
+    }))
 }
 
 /// Describes an unverified fence, and what to check.
@@ -300,7 +307,7 @@ async fn apply_decision(
                  {operation} --accept-loss` deletes it again.",
                 machine.id, holder.epoch
             );
-            Ok(Some(StepOutcome::Ask(Question {
+            Ok(Some(StepOutcome::NeedsDecision(Question {
                 code: BEHIND_STORE,
                 detail,
                 snapshot: None,

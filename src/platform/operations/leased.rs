@@ -80,7 +80,7 @@ impl HeldOperation<'_> {
 
     /// Looks up the server of a machine that failed because it was gone. If the provider has it, the machine counts
     /// as one with a server again.
-    pub async fn finds_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
+    pub async fn detect_returned_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
         let may_be_found = machine.has_lost_server() && machine.may_have_server();
         let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
@@ -110,7 +110,7 @@ impl HeldOperation<'_> {
     /// The earlier operation that stopped the writers of this machine.
     pub async fn stopped_for(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
-        db::slot_operations::took_out_of_service(&session, self.operation.machine).await
+        db::slot_operations::find_retiring_operation(&session, self.operation.machine).await
     }
 
     /// The database's clock.
@@ -133,8 +133,8 @@ impl HeldOperation<'_> {
             LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
             LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
             LeasedWrite::PowerOrdered => db::machine_server::record_power_order(&tx, machine).await?,
-            LeasedWrite::PowerOffOrdered(leaving) => {
-                db::machine_server::record_power_off_order(&tx, leaving).await?;
+            LeasedWrite::PowerOffOrdered(outgoing) => {
+                db::machine_server::record_power_off_order(&tx, outgoing).await?;
             }
             LeasedWrite::NextLocation(why) => {
                 db::machine_server::move_to_next_location(&tx, machine).await?;
@@ -199,7 +199,7 @@ impl HeldOperation<'_> {
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
         // Unless the machine's change ended the operation as failed, it has succeeded. Operations that the change
-        // filed stay running.
+        // created stay running.
         db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }

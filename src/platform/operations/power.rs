@@ -14,21 +14,21 @@ use svc_provider::{Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-pub async fn start(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn start_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = machine_in_slot(held).await?;
     if is_slot_leased(held, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(server) = find_server(held, &machine).await? else { return Ok(no_server()) };
-    held.finds_server(&machine).await?;
-    let is_on = reinstate::is_on(held, &server).await?;
+    held.detect_returned_server(&machine).await?;
+    let is_on = reinstate::ensure_on(held, &server).await?;
     if is_on && !may_shut_down_late(held, &machine).await? {
         return Ok(StepOutcome::done());
     }
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey the shutdown of an earlier operation, which ended when this one was filed. A
+/// Whether the host may still obey the shutdown of an earlier operation, which ended when this one was created. A
 /// shutdown may take a bounded time.
 async fn may_shut_down_late(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let deadline = held.platform.config.timing.resize_shutdown;
@@ -45,7 +45,7 @@ async fn may_shut_down_late(held: &HeldOperation<'_>, machine: &MachineRow) -> R
     }))
 }
 
-pub async fn stop(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn stop_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = machine_in_slot(held).await?;
     if is_slot_leased(held, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
@@ -56,7 +56,7 @@ pub async fn stop(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
 }
 
 /// A server that is off is switched on instead. After a kill midway, the restart may be ordered twice.
-pub async fn reboot(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn reboot_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = machine_in_slot(held).await?;
     if let Some(outcome) = resize::await_action(held).await? {
         return Ok(outcome);
@@ -87,8 +87,9 @@ pub async fn await_heartbeat(held: &HeldOperation<'_>) -> Result<StepOutcome, St
         return Ok(StepOutcome::Done { note: Some("its host never registered".into()), record });
     }
     let (age, now) = (held.step_age().await?, held.now().await?);
-    let is_heard = machine.heartbeat_at.is_some_and(|at| now.duration_since(at).unsigned_abs() < age);
-    if is_heard && machine.is_healthy() {
+    let has_recent_heartbeat =
+        machine.heartbeat_at.is_some_and(|at| now.duration_since(at).unsigned_abs() < age);
+    if has_recent_heartbeat && machine.is_healthy() {
         return Ok(StepOutcome::Done { note: None, record });
     }
     if age >= held.platform.config.timing.resize_health {

@@ -31,17 +31,17 @@ const CONFIRM_INTERVAL: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// [`StepError`] if the database fails.
-pub async fn leaving_machine(held: &HeldOperation<'_>) -> Result<Option<MachineRow>, StepError> {
+pub async fn outgoing_machine(held: &HeldOperation<'_>) -> Result<Option<MachineRow>, StepError> {
     let machine = held.machine().await?;
     if held.kind == OperationKind::Delete {
         return Ok(machine.registered_at.is_some().then_some(machine));
     }
     let session = held.platform.db.session().await?;
-    Ok(db::machines::last_registered(&session, &machine).await?)
+    Ok(db::machines::find_last_registered(&session, &machine).await?)
 }
 
 /// Switches off the server: requests a shutdown, then cuts the power.
-pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn power_off_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let outcome = try_power_off(held).await?;
     let options = held.operation.options;
     match outcome {
@@ -58,7 +58,7 @@ pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
 }
 
 async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let Some(machine) = leaving_machine(held).await? else {
+    let Some(machine) = outgoing_machine(held).await? else {
         return Ok(StepOutcome::done_noting("no earlier machine has served"));
     };
     let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
@@ -79,7 +79,7 @@ async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
         // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot switch a server off yet");
-            let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
+            let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no response");
             let why = format!("the provider does not switch the server off: {code}");
             Ok(StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why))
         }
@@ -136,13 +136,13 @@ fn confirm_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
 }
 
 /// Keeps the predecessor's server, or deletes it first if the operator chose that.
-pub async fn delete(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn delete_predecessor(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let options = held.operation.options;
-    let Some(machine) = leaving_machine(held).await?.filter(MachineRow::server_exists) else {
+    let Some(machine) = outgoing_machine(held).await?.filter(MachineRow::server_exists) else {
         return Ok(StepOutcome::done());
     };
     if !options.replace_first {
-        return Ok(StepOutcome::done_noting("its server is kept until the new machine has proven itself"));
+        return Ok(StepOutcome::done_noting("its server is kept until the new machine is healthy"));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
         let detail = format!(
@@ -152,7 +152,12 @@ pub async fn delete(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> 
             operation = held.operation.id
         );
         let code = "replace_first_loses_data";
-        return Ok(StepOutcome::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
+        return Ok(StepOutcome::NeedsDecision(Question {
+            code,
+            detail,
+            snapshot: None,
+            facts: held.facts(),
+        }));
     }
     Ok(if delete::delete_server(held, &machine).await? {
         StepOutcome::done()

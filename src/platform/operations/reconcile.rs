@@ -36,7 +36,7 @@ pub async fn run(platform: Arc<Platform>) {
             () = tokio::time::sleep(interval) => {}
             () = platform.reconcile.notified() => unless_within = MIN_PASS_INTERVAL,
         }
-        // Each pass has a request id of its own.
+        // Each pass has its own request id.
         request_id::run_with_new_id(pass(&platform, unless_within)).await;
         tokio::select! {
             () = platform.stop.cancelled() => return,
@@ -92,7 +92,7 @@ impl Failures {
 
 async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let expired = db::machines::expired(&session).await?;
+    let expired = db::machines::list_expired(&session).await?;
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
@@ -105,7 +105,7 @@ async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
 
 async fn expire_previews(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let expired = db::machines::expired_previews(&session).await?;
+    let expired = db::machines::list_expired_previews(&session).await?;
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
@@ -141,7 +141,7 @@ async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
     let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
-    let found = db::operations::stalled(&session, deadline, limit, &vocabulary()).await?;
+    let found = db::operations::list_stalled(&session, deadline, limit, &vocabulary()).await?;
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
@@ -179,7 +179,7 @@ async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) ->
     Ok(db::commit(tx).await?)
 }
 
-/// Whether a pass has recorded the provider's servers that this database does not know.
+/// Whether a pass has recorded the provider's servers that this database does not record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Inventory {
     Recorded,
@@ -211,9 +211,10 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
         return Ok(());
     }
     let retention = platform.config.timing.server_retention();
-    let found = db::kept_servers::removable(&tx, &retention).await?;
+    let found = db::kept_servers::list_removable(&tx, &retention).await?;
     for machine in &found {
-        db::operations::file(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default()).await?;
+        db::operations::create(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default())
+            .await?;
         tracing::info!(%machine, "its server is no longer kept");
     }
     db::commit(tx).await?;

@@ -22,9 +22,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     let session = held.platform.db.session().await?;
-    let lingers = db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?;
+    let is_slot_leased = db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?;
     drop(session);
-    if lingers {
+    if is_slot_leased {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else {
@@ -36,7 +36,7 @@ pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
             note: "the provider no longer has the server",
         });
     };
-    if is_on(held, &server).await? && !may_shut_down_late(held, machine.power_off_ordered_at).await? {
+    if ensure_on(held, &server).await? && !may_shut_down_late(held, machine.power_off_ordered_at).await? {
         return Ok(StepOutcome::Done { note: None, record: StepRecord::SwitchedOn { machine: machine.id } });
     }
     Ok(StepOutcome::wait(POLL_INTERVAL))
@@ -52,8 +52,8 @@ async fn may_shut_down_late(
     Ok(since < held.platform.config.timing.resize_shutdown)
 }
 
-/// Whether the server is on. One that is off is switched on.
-pub(super) async fn is_on(held: &HeldOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
+/// Returns whether the server is on. Switches it on if it is off.
+pub(super) async fn ensure_on(held: &HeldOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
         _ if server.locked => Ok(false),
         ServerStatus::Running | ServerStatus::Starting => Ok(true),

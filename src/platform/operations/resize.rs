@@ -162,7 +162,7 @@ pub async fn await_health(held: &HeldOperation<'_>) -> Result<StepOutcome, StepE
     })
 }
 
-/// What to do with a step that failed or takes too long.
+/// The action after a step that failed or takes too long.
 pub enum RetryDecision {
     Retry,
     /// Continue with the power.

@@ -65,7 +65,9 @@ pub async fn one_step(
         Ok(StepOutcome::Abandon { why }) => abandon(&held, why).await.map(Some),
         Ok(StepOutcome::End { event, note }) => held.end(&event, note).await.map(|()| None),
         Ok(StepOutcome::Fail { code, note }) => held.end_as_failed(code, note).await.map(|()| None),
-        Ok(StepOutcome::Ask(question)) => ask_operator(&held, step, question).await.map(|()| None),
+        Ok(StepOutcome::NeedsDecision(question)) => {
+            suspend_for_decision(&held, step, question).await.map(|()| None)
+        }
         Ok(StepOutcome::Wait { again_in, facts }) => {
             if kind == OperationKind::Resize
                 && let Some(end) = resolve_failed_resize(&held, step, None).await?
@@ -207,7 +209,11 @@ fn creates_machine(kind: OperationKind) -> bool {
 }
 
 /// Suspends the operation until an operator decides.
-async fn ask_operator(held: &HeldOperation<'_>, step: Step, question: Question) -> Result<(), StepError> {
+async fn suspend_for_decision(
+    held: &HeldOperation<'_>,
+    step: Step,
+    question: Question,
+) -> Result<(), StepError> {
     let operation = held.operation;
     tracing::error!(operation = %operation.id, step = step.as_str(), code = question.code, detail = question.detail,
         "an operation waits for an operator");

@@ -40,7 +40,7 @@ pub enum StepOutcome {
     /// The operation ends here as failed; the machine is unchanged.
     Fail { code: &'static str, note: &'static str },
     /// The operation waits for an operator's decision.
-    Ask(Question),
+    NeedsDecision(Question),
 }
 
 /// A question for an operator.
@@ -192,8 +192,8 @@ pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, St
     let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
         Step::LastBackup => Box::pin(last_backup::last_backup(held)),
         Step::Fence => Box::pin(fence(held)),
-        Step::PowerOffServer => Box::pin(predecessor::power_off(held)),
-        Step::DeletePredecessor => Box::pin(predecessor::delete(held)),
+        Step::PowerOffServer => Box::pin(predecessor::power_off_server(held)),
+        Step::DeletePredecessor => Box::pin(predecessor::delete_predecessor(held)),
         Step::CreateServer => Box::pin(create::create_server(held)),
         Step::AwaitRegistration => Box::pin(await_registration(held)),
         Step::DeleteServer => Box::pin(delete::delete_own_server(held)),
@@ -204,9 +204,9 @@ pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, St
         Step::AwaitHealth => Box::pin(resize::await_health(held)),
         Step::SwitchOn => Box::pin(reinstate::switch_on(held)),
         Step::AwaitHost => Box::pin(reinstate::await_host(held)),
-        Step::StartServer => Box::pin(power::start(held)),
-        Step::StopServer => Box::pin(power::stop(held)),
-        Step::RebootServer => Box::pin(power::reboot(held)),
+        Step::StartServer => Box::pin(power::start_server(held)),
+        Step::StopServer => Box::pin(power::stop_server(held)),
+        Step::RebootServer => Box::pin(power::reboot_server(held)),
         Step::AwaitHeartbeat => Box::pin(power::await_heartbeat(held)),
     };
     work.await
@@ -251,7 +251,7 @@ async fn await_registration(held: &HeldOperation<'_>) -> Result<StepOutcome, Ste
         return Ok(StepOutcome::done());
     }
     let session = held.platform.db.session().await?;
-    let left = db::machines::registration_left(&session, machine.id).await?;
+    let left = db::machines::remaining_registration_time(&session, machine.id).await?;
     if left.is_zero() {
         held.expire_registration().await?;
         return Err(StepError::Lost);
@@ -264,7 +264,9 @@ async fn await_registration(held: &HeldOperation<'_>) -> Result<StepOutcome, Ste
 pub fn record_step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
     let outcome = match end {
         Ok(StepOutcome::Done { .. } | StepOutcome::End { .. }) => "done",
-        Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::Ask(_)) => "waiting",
+        Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::NeedsDecision(_)) => {
+            "waiting"
+        }
         Ok(StepOutcome::Abandon { .. } | StepOutcome::Fail { .. })
         | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
         Err(StepError::Lost) => "lost",

@@ -60,7 +60,7 @@ mod tests {
     fn creation_failure_names_failed_component() {
         let provider = |kind| {
             let cause =
-                Cause::Answer { status: 422, code: "invalid_input".to_owned(), message: String::new() };
+                Cause::Response { status: 422, code: "invalid_input".to_owned(), message: String::new() };
             StepError::permanent("x", ProviderError::new("create server", kind, cause))
         };
         let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };

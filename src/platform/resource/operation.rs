@@ -12,7 +12,7 @@ use svc_wire::text::Text;
 
 /// The operation with the newest lines of its log, and the number of older ones that are omitted.
 pub async fn with_log(client: &impl GenericClient, row: &OperationRow) -> Result<Operation, DbError> {
-    let newest = operation_log::newest(client, row.id).await?;
+    let newest = operation_log::load_newest_lines(client, row.id).await?;
     let log = newest.lines.into_iter().map(LogLine::from).collect();
     Ok(Operation { log, log_omitted: Some(newest.omitted.unsigned_abs()), ..Operation::from(row) })
 }

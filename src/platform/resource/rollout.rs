@@ -25,7 +25,7 @@ pub async fn summaries(
 
 /// A rollout with its machines.
 pub async fn with_machines(client: &impl GenericClient, row: &RolloutRow) -> Result<Rollout, DbError> {
-    let machines = rollouts::machines(client, row.id).await?;
+    let machines = rollouts::list_machines(client, row.id).await?;
     let mut totals = RolloutTotals::default();
     machines.iter().for_each(|machine| totals.add(machine.state, 1));
     Ok(Rollout {

@@ -1,5 +1,5 @@
-//! Rollouts of a release over many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes them, and only
-//! then are hosts notified.
+//! Rollouts of a release over many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
+//! them, and only then are hosts notified.
 //!
 //! Any process may take the next step of a rollout, one at a time. One notification per host is enough, since its
 //! next heartbeat delivers the same request. Both carry the request that created the rollout: a host never retries a
@@ -24,7 +24,7 @@ use svc_machine::id::MachineId;
 use svc_wire::rollout::{MemberState, RolloutState};
 
 /// Fail points of a step.
-pub const POINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
+pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
 
 /// Maximum hosts notified at a time.
 const MAX_CONCURRENT_CALLS: usize = 8;
@@ -48,7 +48,7 @@ pub async fn run(platform: Arc<Platform>) {
 
 async fn pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let unfinished = rollouts::unfinished(&session).await?;
+    let unfinished = rollouts::list_unfinished(&session).await?;
     drop(session);
     for rollout in unfinished {
         request_id::run_with_id(rollout.request_id.clone(), advance(platform, &rollout)).await?;
@@ -64,7 +64,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     rollouts::record_progress(&tx, rollout.id).await?;
     let silence = platform.config.timing.rollout_silence;
     let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(MAX_SILENCE_FACTOR) };
-    let members = rollouts::members(&tx, &rollout, timeouts).await?;
+    let members = rollouts::list_members(&tx, &rollout, timeouts).await?;
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
     let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);

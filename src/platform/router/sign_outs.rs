@@ -2,7 +2,7 @@
 //! streams.
 //!
 //! The watcher reports sign-outs of other processes. Invariant: a sign-out closes every stream that was registered before
-//! it. A caller that registers a stream checks afterwards that no sign-out has happened meanwhile.
+//! it. A caller that registers a stream checks afterwards that no sign-out has happened in the meantime.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
@@ -130,7 +130,7 @@ mod tests {
         assert!(later.is_cancelled());
     }
 
-    /// One process knows the sign-out, another started after its row was deleted.
+    /// One process has loaded the sign-out, another started after its row was deleted.
     #[test]
     fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));

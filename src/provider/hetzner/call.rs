@@ -229,7 +229,7 @@ impl Connection {
         }
         let status = response.status.as_u16();
         FailedExchange {
-            error: ProviderError::new(call.name, kind, Cause::Answer { status, code, message }),
+            error: ProviderError::new(call.name, kind, Cause::Response { status, code, message }),
             retry,
         }
     }

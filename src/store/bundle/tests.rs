@@ -79,7 +79,7 @@ fn verify_has_an_error_for_each_reason() {
 }
 
 #[test]
-fn keys_are_a_bounded_list_of_32_bytes() {
+fn keys_are_a_limited_list_of_32_byte_values() {
     for bad in ["", "AAAA", &format!("{KEY},"), &vec![KEY; 17].join(",")] {
         assert!(bad.parse::<TrustedKeys>().is_err(), "{bad:?}");
     }

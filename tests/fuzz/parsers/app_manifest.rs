@@ -7,7 +7,7 @@ use svc::host::gateway::bridge_fuzzing::read_manifest;
 use super::Target;
 
 pub fn target() -> Target {
-    Target { name: "app-manifest", valid: manifests().boxed(), holds, accepts, cases: 1000 }
+    Target { name: "app-manifest", valid: manifests().boxed(), check_any, check_valid, cases: 1000 }
 }
 
 const TYPES: [&str; 6] = ["text", "integer", "numeric", "timestamptz", "jsonb", "uuid"];
@@ -33,7 +33,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// A stored manifest parses back to the same value, has no path outside the app, and produces single statements.
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     let (kept, statements) = match read_manifest(bytes) {
         Ok(read) => read,
         Err(mistakes) if mistakes.is_empty() => return Err("refused without a reason".to_owned()),
@@ -65,7 +65,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let (kept, statements) = read_manifest(bytes).map_err(|mistakes| mistakes.join("; "))?;
     let tables = wanted["storage"]["tables"].as_object().map_or(0, Map::len);

@@ -13,7 +13,7 @@ use svc::host::gateway::bridge_fuzzing::path_in_app;
 use super::Target;
 
 pub fn target() -> Target {
-    Target { name: "app-path", valid: paths().boxed(), holds, accepts, cases: 2000 }
+    Target { name: "app-path", valid: paths().boxed(), check_any, check_valid, cases: 2000 }
 }
 
 const INSIDE: &[u8] = b"inside";
@@ -51,7 +51,7 @@ fn paths() -> impl Strategy<Value = Vec<u8>> {
     (known, any::<bool>()).prop_map(move |(path, all)| encoded(path, all).into_bytes())
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let Some(path) = path_in_app(text) else { return Ok(()) };
     let is_below = |part: Component<'_>| match part {
@@ -74,7 +74,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     Some(content)
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let path = path_in_app(text).ok_or("the path was refused")?;
     if FILES.iter().any(|file| Path::new(file) == path) && read(&path).as_deref() == Some(INSIDE) {

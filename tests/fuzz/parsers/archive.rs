@@ -88,7 +88,13 @@ pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
 
 pub fn unpacked() -> Target {
     let valid = prop_oneof![1 => in_order().boxed(), 4 => hostile().boxed()].boxed();
-    Target { name: "archive", valid, holds: archive_holds, accepts: archive_accepted, cases: 500 }
+    Target {
+        name: "archive",
+        valid,
+        check_any: check_any_archive,
+        check_valid: check_valid_archive,
+        cases: 500,
+    }
 }
 
 /// Files and links of a valid release. Numbered names avoid duplicates and conflicts with directories.
@@ -214,7 +220,7 @@ fn check_release(into: &Path) -> Result<(), String> {
     if bytes > LIMITS.bytes { Err(format!("{bytes} bytes exceed the limit")) } else { Ok(()) }
 }
 
-fn archive_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_archive(bytes: &[u8]) -> Result<(), String> {
     for tar in [bytes.to_vec(), sealed(bytes.to_vec())] {
         let place = UnpackDir::new();
         let end = unpack(&*gz(&tar), &place.within(), LIMITS);
@@ -227,7 +233,7 @@ fn archive_holds(bytes: &[u8]) -> Result<(), String> {
 }
 
 /// Only archives without hostile entries must be accepted; their first entry identifies them.
-fn archive_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
     let mut archive = tar::Archive::new(bytes);
     let mut wanted = Vec::new();
     for entry in archive.entries().into_iter().flatten() {

@@ -58,8 +58,8 @@ pub fn request() -> Target {
     Target {
         name: "bridge-request",
         valid: requests().boxed(),
-        holds: request_holds,
-        accepts: request_accepted,
+        check_any: check_any_request,
+        check_valid: check_valid_request,
         cases: 1500,
     }
 }
@@ -130,16 +130,16 @@ fn requests() -> impl Strategy<Value = Vec<u8>> {
         .prop_map(|request| request.to_string().into_bytes())
 }
 
-fn request_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_request(bytes: &[u8]) -> Result<(), String> {
     let request = match read_request(bytes) {
         Ok(request) => request,
-        Err(answer) => {
+        Err(response) => {
             // Each unknown field is reported, truncated to 64 characters, with the accepted ones.
             let limit = 4096 + 64 * bytes.len();
-            return if answer.len() <= limit {
+            return if response.len() <= limit {
                 Ok(())
             } else {
-                Err(format!("a refusal of {} bytes", answer.len()))
+                Err(format!("a refusal of {} bytes", response.len()))
             };
         }
     };
@@ -158,7 +158,7 @@ fn request_holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn request_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_request(bytes: &[u8]) -> Result<(), String> {
     let request = read_request(bytes)?;
     let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let is_complete = match request.action {
@@ -179,8 +179,8 @@ pub fn filter() -> Target {
     Target {
         name: "bridge-filter",
         valid: filters().prop_map(|filter| filter.to_string().into_bytes()).boxed(),
-        holds: filter_holds,
-        accepts: |bytes| match read_filter(&String::from_utf8_lossy(bytes)) {
+        check_any: check_any_filter,
+        check_valid: |bytes| match read_filter(&String::from_utf8_lossy(bytes)) {
             Some(Ok((statement, _))) if statement.text != "TRUE" => Ok(()),
             other => Err(format!("{other:?}")),
         },
@@ -188,7 +188,7 @@ pub fn filter() -> Target {
     }
 }
 
-fn filter_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let Some(Ok((statement, fingerprint))) = read_filter(text) else { return Ok(()) };
     check_statement(&statement)?;
@@ -229,8 +229,8 @@ pub fn cursor() -> Target {
     Target {
         name: "bridge-cursor",
         valid: cursors().boxed(),
-        holds: cursor_holds,
-        accepts: |bytes| {
+        check_any: check_any_cursor,
+        check_valid: |bytes| {
             let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
             let accepted = (0..ORDERS.len()).filter(|order| read_cursor(*order, FINGERPRINT, text).is_ok());
             if accepted.count() == 1 { Ok(()) } else { Err("it fits several orders".to_owned()) }
@@ -253,7 +253,7 @@ fn cursors() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// A cursor is valid only for its own order and filter, and its values are always bound.
-fn cursor_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_cursor(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let mut accepted = 0;
     for order in 0..ORDERS.len() {

@@ -12,7 +12,7 @@ use svc::host::agents::adapters::codex_sessions::SessionUsage;
 use super::Target;
 
 pub fn target() -> Target {
-    Target { name: "codex-session", valid: sessions().boxed(), holds, accepts, cases: 400 }
+    Target { name: "codex-session", valid: sessions().boxed(), check_any, check_valid, cases: 400 }
 }
 
 const THREAD: &str = "01a20129-46c0-7e12-862a-5371ec4ee03f";
@@ -69,7 +69,7 @@ fn recorded(bytes: &[u8]) -> (usize, u64, u64) {
     })
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Some(used) = used(bytes) else { return Ok(()) };
     // A thread with another id belongs to the session, and its calls count.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
@@ -82,7 +82,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let (count, tokens_in, tokens_out) = recorded(bytes);
     let used = used(bytes);
     let is_same = used.as_ref().map(|used| (used.tokens_in, used.tokens_out));

@@ -6,7 +6,7 @@ use svc::host::snapshots::backup::dump_entries;
 use super::Target;
 
 pub fn target() -> Target {
-    Target { name: "dump-head", valid: heads().boxed(), holds, accepts, cases: 2000 }
+    Target { name: "dump-head", valid: heads().boxed(), check_any, check_valid, cases: 2000 }
 }
 
 fn heads() -> impl Strategy<Value = Vec<u8>> {
@@ -34,7 +34,7 @@ fn heads() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     match dump_entries(bytes) {
         Some(entries) if !bytes.starts_with(b"PGDMP\x01") => {
             Err(format!("{entries} entries without a dump header"))
@@ -43,7 +43,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let size = usize::from(bytes[8]);
     let last = &bytes[bytes.len() - size..];
     let wanted = last.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));

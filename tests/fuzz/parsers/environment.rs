@@ -14,8 +14,8 @@ pub fn env_file() -> Target {
     Target {
         name: "env-file",
         valid: files().boxed(),
-        holds: file_holds,
-        accepts: file_accepted,
+        check_any: check_any_file,
+        check_valid: check_valid_file,
         cases: 1500,
     }
 }
@@ -31,7 +31,7 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Names are valid, systemd reads the same pairs, and written pairs are read back unchanged.
-fn file_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let pairs = match parse_env_file(text) {
         Ok(pairs) => pairs,
@@ -56,7 +56,7 @@ fn file_holds(bytes: &[u8]) -> Result<(), String> {
 }
 
 /// Every written line is read, in order.
-fn file_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_file(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let pairs = parse_env_file(text).map_err(|line| format!("line {line} was refused"))?;
     let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with(['#', ';'])).count();
@@ -67,7 +67,13 @@ fn file_accepted(bytes: &[u8]) -> Result<(), String> {
 const SECRET: &str = "hunter2-hunter2";
 
 pub fn boot_env() -> Target {
-    Target { name: "boot-env", valid: boots().boxed(), holds: boot_holds, accepts: boot_accepted, cases: 800 }
+    Target {
+        name: "boot-env",
+        valid: boots().boxed(),
+        check_any: check_any_boot,
+        check_valid: check_valid_boot,
+        cases: 800,
+    }
 }
 
 /// The three files of a machine in one document, as `platform/userdata.rs` writes them.
@@ -102,7 +108,7 @@ fn boots() -> impl Strategy<Value = Vec<u8>> {
 /// The settings that an applet reads from the files at startup, and its error message.
 struct Read {
     identity: Option<Identity>,
-    said: Option<String>,
+    output: Option<String>,
 }
 
 fn read(bytes: &[u8]) -> Read {
@@ -116,15 +122,14 @@ fn read(bytes: &[u8]) -> Read {
     let store = StoreConfig::read(&mut env);
     let database = DatabaseUrl::read(&mut env);
     let keys = first_proof_keys(&mut env);
-    let said_of_database =
-        database.as_ref().and_then(|url| url.config().err()).map(|error| error.to_string());
+    let database_error = database.as_ref().and_then(|url| url.config().err()).map(|error| error.to_string());
     let shown = format!("{identity:?} {version:?} {store:?} {database:?}");
     let all = identity.clone().zip(version).zip(platform).zip(store).zip(database).zip(keys);
-    let said = env.finish(all).err().map(|error| error.to_string());
-    let said = [said, said_of_database].into_iter().flatten().reduce(|one, other| one + &other);
+    let output = env.finish(all).err().map(|error| error.to_string());
+    let output = [output, database_error].into_iter().flatten().reduce(|one, other| one + &other);
     // Anything that a log would show counts as output.
-    let said = if shown.contains(SECRET) { Some(shown) } else { said };
-    Read { identity, said }
+    let output = if shown.contains(SECRET) { Some(shown) } else { output };
+    Read { identity, output }
 }
 
 /// Whether the secret is in a place that logs may show, such as the files' names or the store's address.
@@ -136,13 +141,13 @@ fn is_misplaced(bytes: &[u8]) -> bool {
     })
 }
 
-fn boot_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_boot(bytes: &[u8]) -> Result<(), String> {
     if is_misplaced(bytes) {
         return Ok(());
     }
-    let Read { identity, said } = read(bytes);
-    if let Some(said) = said.filter(|said| said.contains(SECRET)) {
-        return Err(format!("a secret is printed: {said}"));
+    let Read { identity, output } = read(bytes);
+    if let Some(output) = output.filter(|output| output.contains(SECRET)) {
+        return Err(format!("a secret is printed: {output}"));
     }
     let Some(identity) = identity else { return Ok(()) };
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
@@ -151,10 +156,10 @@ fn boot_holds(bytes: &[u8]) -> Result<(), String> {
     if inside && plain { Ok(()) } else { Err(format!("{identity:?} was accepted")) }
 }
 
-fn boot_accepted(bytes: &[u8]) -> Result<(), String> {
-    let Read { identity, said } = read(bytes);
-    if let Some(said) = said {
-        return Err(said);
+fn check_valid_boot(bytes: &[u8]) -> Result<(), String> {
+    let Read { identity, output } = read(bytes);
+    if let Some(output) = output {
+        return Err(output);
     }
     let identity = identity.ok_or("neither a result nor an error")?;
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;

@@ -10,7 +10,7 @@ use super::Target;
 const EPOCH: u32 = 3;
 
 pub fn target() -> Target {
-    Target { name: "event-id", valid: ids().boxed(), holds, accepts, cases: 1500 }
+    Target { name: "event-id", valid: ids().boxed(), check_any, check_valid, cases: 1500 }
 }
 
 fn ids() -> impl Strategy<Value = Vec<u8>> {
@@ -25,7 +25,7 @@ fn ids() -> impl Strategy<Value = Vec<u8>> {
     .prop_map(String::into_bytes)
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     if let Ok(places) = text.parse::<TailPosition>()
         && places.to_string() != text
@@ -64,7 +64,7 @@ fn sealed_alone(text: &str) -> Result<(), String> {
     }
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let readers = [
         read_event_id(None, text, EPOCH).is_some(),

@@ -25,8 +25,8 @@ pub fn hook_input() -> Target {
     Target {
         name: "hook-input",
         valid: hooks().boxed(),
-        holds: hook_holds,
-        accepts: hook_accepted,
+        check_any: check_any_hook,
+        check_valid: check_valid_hook,
         cases: 1000,
     }
 }
@@ -49,8 +49,8 @@ fn hooks() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Every text sent to the watcher comes from one of the permitted fields.
-fn hook_holds(bytes: &[u8]) -> Result<(), String> {
-    let Ok(Some(message)) = hook::read_input(bytes) else { return message_holds(bytes) };
+fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
+    let Ok(Some(message)) = hook::read_input(bytes) else { return check_any_message(bytes) };
     // Ignored input may contain invalid text, which this test's parser refuses.
     let Ok(input) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
     let fields = ["session_id", "tool_name", "tool_use_id", "cwd", "agent_id", "agent_type"];
@@ -68,11 +68,11 @@ fn hook_holds(bytes: &[u8]) -> Result<(), String> {
             return Err(format!("{name} is {value}"));
         }
     }
-    message_holds(&serde_json::to_vec(&message).map_err(|error| error.to_string())?)
+    check_any_message(&serde_json::to_vec(&message).map_err(|error| error.to_string())?)
 }
 
 /// The watcher parses its own output back.
-fn message_holds(line: &[u8]) -> Result<(), String> {
+fn check_any_message(line: &[u8]) -> Result<(), String> {
     let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
     let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
     let again: Message =
@@ -82,7 +82,7 @@ fn message_holds(line: &[u8]) -> Result<(), String> {
     if again == message { Ok(()) } else { Err(format!("{message:?} was parsed back as {again:?}")) }
 }
 
-fn hook_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_hook(bytes: &[u8]) -> Result<(), String> {
     let message =
         hook::read_input(bytes).map_err(|error| error.to_string())?.ok_or("the input was ignored")?;
     let text = serde_json::to_string(&message).map_err(|error| error.to_string())?;
@@ -96,8 +96,8 @@ pub fn agent_frames() -> Target {
     Target {
         name: "agent-frames",
         valid: frames().boxed(),
-        holds: |bytes| wait(frames_hold(bytes)),
-        accepts: |bytes| wait(frames_accepted(bytes)),
+        check_any: |bytes| wait(check_any_frames(bytes)),
+        check_valid: |bytes| wait(check_valid_frames(bytes)),
         cases: 1000,
     }
 }
@@ -127,7 +127,7 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Any input is read to its end or refused; every frame is written and parsed back unchanged.
-async fn frames_hold(bytes: &[u8]) -> Result<(), String> {
+async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes;
     loop {
         let before = input.len();
@@ -162,7 +162,7 @@ async fn frames_hold(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-async fn frames_accepted(bytes: &[u8]) -> Result<(), String> {
+async fn check_valid_frames(bytes: &[u8]) -> Result<(), String> {
     let (mut input, mut written) = (bytes, Vec::new());
     while let Some(frame) = FromRunner::read(&mut input).await.map_err(|error| error.to_string())? {
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
@@ -174,8 +174,8 @@ pub fn agent_output() -> Target {
     Target {
         name: "agent-output",
         valid: outputs().boxed(),
-        holds: |bytes| KINDS.into_iter().try_for_each(|kind| bounded(&played(kind, bytes))),
-        accepts: |bytes| {
+        check_any: |bytes| KINDS.into_iter().try_for_each(|kind| bounded(&played(kind, bytes))),
+        check_valid: |bytes| {
             let is_understood = |kind| played(kind, bytes).conversation_id.is_some();
             if KINDS.into_iter().any(is_understood) { Ok(()) } else { Err("no program's output".to_owned()) }
         },
@@ -201,8 +201,8 @@ fn played(kind: AdapterKind, bytes: &[u8]) -> Outcome {
 
 /// Checks the limits of a run's stored result.
 fn bounded(outcome: &Outcome) -> Result<(), String> {
-    let within = |what: &str, text: Option<&str>, most: usize| match text {
-        Some(text) if text.chars().count() > most => {
+    let within = |what: &str, text: Option<&str>, max: usize| match text {
+        Some(text) if text.chars().count() > max => {
             Err(format!("{what} has {} characters", text.chars().count()))
         }
         _ => Ok(()),

@@ -11,8 +11,8 @@ pub fn set_cookie() -> Target {
     Target {
         name: "set-cookie",
         valid: cookies().boxed(),
-        holds: cookies_hold,
-        accepts: cookies_accepted,
+        check_any: check_any_cookies,
+        check_valid: check_valid_cookies,
         cases: 2000,
     }
 }
@@ -60,7 +60,7 @@ fn is_router_cookie(name: &[u8]) -> bool {
         })
 }
 
-fn cookies_hold(bytes: &[u8]) -> Result<(), String> {
+fn check_any_cookies(bytes: &[u8]) -> Result<(), String> {
     let before = headers(&SET_COOKIE, bytes);
     let mut after = before.clone();
     drop_reserved(&mut after);
@@ -81,7 +81,7 @@ fn cookies_hold(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-fn cookies_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_cookies(bytes: &[u8]) -> Result<(), String> {
     let before = headers(&SET_COOKIE, bytes);
     let wanted = before.get_all(SET_COOKIE).iter();
     let wanted = wanted.filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).count();
@@ -95,8 +95,8 @@ pub fn hop_by_hop() -> Target {
     Target {
         name: "hop-by-hop",
         valid: hops().boxed(),
-        holds: hops_hold,
-        accepts: hops_accepted,
+        check_any: check_any_hops,
+        check_valid: check_valid_hops,
         cases: 2000,
     }
 }
@@ -140,7 +140,7 @@ const HOP_BY_HOP: [&str; 8] = [
 
 /// Headers named by `Connection` are removed. A remaining upgrade is a valid one, and not to HTTP, which could
 /// smuggle requests.
-fn hops_hold(bytes: &[u8]) -> Result<(), String> {
+fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
     let before = hop_headers(bytes);
     let mut after = before.clone();
     let upgrades = strip_hop_by_hop(&mut after);
@@ -174,7 +174,7 @@ fn hops_hold(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn hops_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_hops(bytes: &[u8]) -> Result<(), String> {
     let before = hop_headers(bytes);
     let names_own = before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
     let mut after = before.clone();

@@ -12,7 +12,7 @@ use super::objects::wait;
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {
-    Target { name: "heartbeat", valid: heartbeats().boxed(), holds, accepts, cases: 1000 }
+    Target { name: "heartbeat", valid: heartbeats().boxed(), check_any, check_valid, cases: 1000 }
 }
 
 fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
@@ -50,18 +50,18 @@ fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     match wait(read_body(bytes.to_vec())) {
         Ok(stored) => fits(&stored),
         Err(problem) => {
-            let answer = problem.body().to_string();
+            let response = problem.body().to_string();
             let status = problem.code.status().as_u16();
             if !(400..500).contains(&status) {
                 return Err(format!("response status {status}"));
             }
             // A refusal quotes at most names of fields.
-            if answer.len() > 8192 + 16 * bytes.len() {
-                Err(format!("a refusal of {} bytes", answer.len()))
+            if response.len() > 8192 + 16 * bytes.len() {
+                Err(format!("a refusal of {} bytes", response.len()))
             } else {
                 Ok(())
             }
@@ -112,7 +112,7 @@ fn texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> R
     }
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let sent: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let stored = wait(read_body(bytes.to_vec())).map_err(|problem| problem.detail)?;
     let same = ["imageVersion", "epoch", "attention", "proofKids", "updating"].iter();

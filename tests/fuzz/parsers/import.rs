@@ -14,8 +14,8 @@ pub fn listing() -> Target {
     Target {
         name: "import-listing",
         valid: listings().boxed(),
-        holds: listing_holds,
-        accepts: listing_accepted,
+        check_any: check_any_listing,
+        check_valid: check_valid_listing,
         cases: 1500,
     }
 }
@@ -60,7 +60,7 @@ fn listings() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Every number passed to `pg_restore` identifies entries that may be loaded.
-fn listing_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     let Ok(listing) = std::str::from_utf8(bytes) else { return Ok(()) };
     let (list, extensions) = match read_listing(listing) {
         Ok(read) => read,
@@ -95,7 +95,7 @@ fn is_printable(text: &str) -> Result<(), String> {
     Ok(())
 }
 
-fn listing_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_listing(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let (list, extensions) = read_listing(text)?;
     let wanted = text.lines().filter(|line| line.contains(" app_notes ") && !line.contains(" ACL "));
@@ -112,8 +112,8 @@ pub fn manifest() -> Target {
     Target {
         name: "import-manifest",
         valid: manifests().boxed(),
-        holds: manifest_holds,
-        accepts: manifest_accepted,
+        check_any: check_any_manifest,
+        check_valid: check_valid_manifest,
         cases: 1500,
     }
 }
@@ -142,7 +142,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// A manifest is accepted only if it lists exactly the entries of the archive.
-fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     match compare_manifest(bytes, &SEEN) {
         Err(why) => is_printable(&why),
         Ok(()) => {
@@ -157,7 +157,7 @@ fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-fn manifest_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
     compare_manifest(bytes, &SEEN)?;
     match compare_manifest(bytes, &SEEN[..2]) {
         Err(_) => Ok(()),

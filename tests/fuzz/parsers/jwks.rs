@@ -7,7 +7,7 @@ use svc::http::jwt::read_keys;
 use super::Target;
 
 pub fn target() -> Target {
-    Target { name: "jwks", valid: sets().boxed(), holds, accepts, cases: 1000 }
+    Target { name: "jwks", valid: sets().boxed(), check_any, check_valid, cases: 1000 }
 }
 
 /// Keys of RFC 8037 and RFC 7515.
@@ -38,7 +38,7 @@ fn sets() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// A key's algorithm is its own, and the set declares it for signatures.
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(keys) = read_keys(bytes) else { return Ok(()) };
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     // A list instead of named members is also accepted.
@@ -60,7 +60,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let for_us = |key: &&Value| key["use"] != "enc";
     let wanted = set["keys"].as_array().into_iter().flatten().filter(for_us).count();

@@ -31,10 +31,10 @@ pub struct Target {
     /// A strategy for valid documents.
     pub valid: BoxedStrategy<Vec<u8>>,
     /// A rule for any bytes: they are refused, or accepted within the limits. The error names the violated rule.
-    pub holds: fn(&[u8]) -> Result<(), String>,
+    pub check_any: fn(&[u8]) -> Result<(), String>,
     /// A rule for valid documents: they are accepted with the right result. Without it, a parser could refuse
     /// everything.
-    pub accepts: fn(&[u8]) -> Result<(), String>,
+    pub check_valid: fn(&[u8]) -> Result<(), String>,
     /// The number of cases in the short form.
     pub cases: u32,
 }

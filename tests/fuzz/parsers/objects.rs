@@ -91,8 +91,8 @@ pub fn pointer() -> Target {
     Target {
         name: "pointer",
         valid: pointers().boxed(),
-        holds: pointer_holds,
-        accepts: pointer_accepted,
+        check_any: check_any_pointer,
+        check_valid: check_valid_pointer,
         cases: 1500,
     }
 }
@@ -116,7 +116,7 @@ fn pointers() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn pointer_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
     wait(async {
         let bucket = with_pointer(bytes).await?;
         if let Ok(Some(read)) = pointer_io::read(&bucket, &slot()).await {
@@ -174,7 +174,7 @@ fn same(one: &Pointer, other: &Pointer) -> bool {
     cut(one) == cut(other)
 }
 
-fn pointer_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
     let wanted: Pointer = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     wait(async {
         let bucket = with_pointer(bytes).await?;
@@ -196,8 +196,8 @@ pub fn side_record() -> Target {
     Target {
         name: "side-record",
         valid: side_records().boxed(),
-        holds: side_holds,
-        accepts: side_accepted,
+        check_any: check_any_side,
+        check_valid: check_valid_side,
         cases: 1500,
     }
 }
@@ -236,7 +236,7 @@ fn side_records() -> impl Strategy<Value = Vec<u8>> {
         })
 }
 
-fn side_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_side(bytes: &[u8]) -> Result<(), String> {
     wait(async {
         let bucket = bucket(bytes).await?;
         let side = match snapshot::by_key(&bucket, &slot(), &whole().key).await {
@@ -262,7 +262,7 @@ fn side_holds(bytes: &[u8]) -> Result<(), String> {
     })
 }
 
-fn side_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_side(bytes: &[u8]) -> Result<(), String> {
     let wanted: SideRecord = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if serde_json::to_vec(&wanted).expect("a record is JSON") != bytes {
         return Err("it is not serialized to the same bytes".to_owned());

@@ -9,7 +9,7 @@ use svc::host::records::money::Dollars;
 use super::Target;
 
 pub fn target() -> Target {
-    Target { name: "owner-config", valid: configs().boxed(), holds, accepts, cases: 1000 }
+    Target { name: "owner-config", valid: configs().boxed(), check_any, check_valid, cases: 1000 }
 }
 
 /// Part of values that no message may quote.
@@ -49,7 +49,7 @@ fn is_misplaced(value: &Value) -> bool {
     }
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     // Ignored members may be JSON that this test's parser refuses.
     let is_secret = serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
     let settings = match Settings::parse(bytes) {
@@ -89,7 +89,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let settings = Settings::parse(bytes)?;
     let named = wanted["agents"].as_object().map_or(0, serde_json::Map::len).max(1);

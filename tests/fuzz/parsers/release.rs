@@ -40,8 +40,8 @@ pub fn manifest() -> Target {
     Target {
         name: "manifest",
         valid: manifests().boxed(),
-        holds: manifest_holds,
-        accepts: manifest_accepted,
+        check_any: check_any_manifest,
+        check_valid: check_valid_manifest,
         cases: 800,
     }
 }
@@ -71,7 +71,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// The rules hold even if the publisher signs arbitrary content, and a signature is valid only for its own manifest.
-fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     if bytes != MANIFEST.as_bytes() && accept(bytes, PUBLISHER.line.as_bytes()).is_some() {
         return Err("the signature of another manifest was accepted".to_owned());
     }
@@ -99,7 +99,7 @@ fn safe(version: &str) -> Result<(), String> {
     if leads_out { Err(format!("{version:?} was accepted as a version")) } else { Ok(()) }
 }
 
-fn manifest_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
     let signed = PUBLISHER.key.signature_line(bytes);
     let found = accept(bytes, signed.as_bytes()).ok_or("the manifest was refused")?;
     let wanted: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
@@ -110,8 +110,8 @@ pub fn signature() -> Target {
     Target {
         name: "signature",
         valid: files().boxed(),
-        holds: signature_holds,
-        accepts: signature_accepted,
+        check_any: check_any_signature,
+        check_valid: check_valid_signature,
         cases: 800,
     }
 }
@@ -134,7 +134,7 @@ fn own() -> (String, Vec<u8>) {
 }
 
 /// A file is accepted only if it contains the publisher's own signature and no other by the same key.
-fn signature_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
     let lines = signatures(bytes).ok();
     for (id, signature) in lines.iter().flatten() {
         if id.len() != 16 || signature.len() != 64 {
@@ -152,7 +152,7 @@ fn signature_holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn signature_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_signature(bytes: &[u8]) -> Result<(), String> {
     let lines = signatures(bytes).map_err(|error| error.to_string())?;
     if lines.len() != bytes.iter().filter(|&&byte| byte == b'\n').count() || !lines.contains(&own()) {
         return Err(format!("{lines:?} were read"));

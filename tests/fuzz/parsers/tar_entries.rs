@@ -14,7 +14,7 @@ const LIMITS: TarLimits =
 
 pub fn target() -> Target {
     let valid = prop_oneof![1 => in_order().boxed(), 4 => hostile().boxed()].boxed();
-    Target { name: "tar-entries", valid, holds, accepts, cases: 2000 }
+    Target { name: "tar-entries", valid, check_any, check_valid, cases: 2000 }
 }
 
 /// The paths and the length of each file; `None` if the archive was refused.
@@ -47,7 +47,7 @@ fn read(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, S
     }
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     for tar in [bytes.to_vec(), sealed(bytes.to_vec())] {
         let Some(found) = read(&tar, LIMITS)? else { continue };
         let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
@@ -63,7 +63,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
 }
 
 /// A valid archive, as the `tar` crate parses it, is returned completely.
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let mut wanted = Vec::new();
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {
         let Ok(entry) = entry else { return Ok(()) };

@@ -85,7 +85,13 @@ fn tokens_of(bytes: &[u8], payload: &[u8]) -> Vec<String> {
 }
 
 pub fn jwt() -> Target {
-    Target { name: "jwt", valid: jwts().boxed(), holds: jwt_holds, accepts: jwt_accepted, cases: 300 }
+    Target {
+        name: "jwt",
+        valid: jwts().boxed(),
+        check_any: check_any_jwt,
+        check_valid: check_valid_jwt,
+        cases: 300,
+    }
 }
 
 fn jwts() -> impl Strategy<Value = Vec<u8>> {
@@ -108,13 +114,13 @@ static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
     let keys = json!({ "keys": [{ "kty": "OKP", "crv": "Ed25519", "kid": KID, "x": public() }] }).to_string();
     std::thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
-            let answer = format!(
+            let response = format!(
                 "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{keys}",
                 keys.len()
             );
             // A client that disconnected gets no keys.
             let _ = stream.read(&mut [0; 4096]);
-            let _ = stream.write_all(answer.as_bytes());
+            let _ = stream.write_all(response.as_bytes());
         }
     });
     format!("http://{address}/jwks").parse().expect("a URL")
@@ -144,7 +150,7 @@ fn token_of_somebody() -> String {
     token(&header(), claims.to_string().as_bytes())
 }
 
-fn jwt_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
     let payload = json!({ "iss": ISSUER, "sub": "somebody", "aud": AUDIENCE, "exp": NOW + 60 }).to_string();
     for token in tokens_of(bytes, payload.as_bytes()) {
         let Some(user) = jwt_user(&token) else { continue };
@@ -165,7 +171,7 @@ fn jwt_holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn jwt_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_jwt(bytes: &[u8]) -> Result<(), String> {
     let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
     let claims =
         payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
@@ -174,7 +180,13 @@ fn jwt_accepted(bytes: &[u8]) -> Result<(), String> {
 }
 
 pub fn proof() -> Target {
-    Target { name: "proof", valid: proofs().boxed(), holds: proof_holds, accepts: proof_accepted, cases: 300 }
+    Target {
+        name: "proof",
+        valid: proofs().boxed(),
+        check_any: check_any_proof,
+        check_valid: check_valid_proof,
+        cases: 300,
+    }
 }
 
 const MACHINE: MachineId = MachineId(uuid::Uuid::from_u128(7));
@@ -197,7 +209,7 @@ fn accept(token: &str) -> Option<proof::Claims> {
     keys.verify(token, MACHINE, now()).ok()
 }
 
-fn proof_holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any_proof(bytes: &[u8]) -> Result<(), String> {
     let payload = proof_claims("somebody", 30).to_string();
     for token in tokens_of(bytes, payload.as_bytes()) {
         let Some(claims) = accept(&token) else { continue };
@@ -217,7 +229,7 @@ fn proof_holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn proof_accepted(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_proof(bytes: &[u8]) -> Result<(), String> {
     let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
     let claims: Value =
         payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;

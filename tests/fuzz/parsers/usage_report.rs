@@ -10,7 +10,7 @@ use super::Target;
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {
-    Target { name: "usage-report", valid: reports().boxed(), holds, accepts, cases: 1000 }
+    Target { name: "usage-report", valid: reports().boxed(), check_any, check_valid, cases: 1000 }
 }
 
 fn reports() -> impl Strategy<Value = Vec<u8>> {
@@ -34,7 +34,7 @@ fn reports() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn holds(bytes: &[u8]) -> Result<(), String> {
+fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(report) = read_report(bytes) else { return Ok(()) };
     let cost = |value: &Value| value.as_f64().is_some_and(|cost| cost.is_finite() && cost >= 0.0);
     if !cost(&report["totalCost"]) {
@@ -62,7 +62,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn accepts(bytes: &[u8]) -> Result<(), String> {
+fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let mut wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if let Some(members) = wanted.as_object_mut() {
         members.remove("later");

@@ -104,7 +104,7 @@ fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<Strin
     None
 }
 
-/// What the program itself reports for a complete command line. Values can be placeholders, so their validity does not
+/// The error that the program itself reports for a complete command line. Values can be placeholders, so their validity does not
 /// count; a usage line with optional parts is no command line.
 fn parse_error(program: &Command, arguments: &str) -> Option<String> {
     use clap::error::ErrorKind::{DisplayHelp, DisplayVersion, InvalidValue, ValueValidation};

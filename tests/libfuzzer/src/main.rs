@@ -40,11 +40,11 @@ fuzz_target!(
         if let Some(dir) = std::env::var_os(SAMPLES_DIR) {
             write_samples(&target, Path::new(&dir));
         }
-        RULE.get_or_init(|| (target.name, target.holds));
+        RULE.get_or_init(|| (target.name, target.check_any));
     },
     |input: &[u8]| {
-        let (name, holds) = RULE.get().expect("libFuzzer has initialised the target");
-        if let Err(rule) = holds(input) {
+        let (name, check_any) = RULE.get().expect("libFuzzer has initialised the target");
+        if let Err(rule) = check_any(input) {
             panic!("{name}: {rule}\nof {:?}", String::from_utf8_lossy(input));
         }
     }
@@ -60,7 +60,7 @@ fn write_samples(target: &Target, dir: &Path) {
     let mut runner = TestRunner::deterministic();
     for index in 0..SAMPLE_COUNT {
         let sample = target.valid.new_tree(&mut runner).expect("a strategy without filters").current();
-        (target.accepts)(&sample).unwrap_or_else(|rule| panic!("sample {index}: {rule}"));
+        (target.check_valid)(&sample).unwrap_or_else(|rule| panic!("sample {index}: {rule}"));
         std::fs::write(dir.join(format!("sample-{index}")), sample).expect("the samples' folder takes files");
     }
 }

@@ -13,7 +13,7 @@ use svc::platform::openapi::document;
 use svc::wire::operator::Scope;
 
 use super::deploy;
-use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
+use super::stack::{ApiResponse, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
 use crate::contract::{self, Contract, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
 
 /// A platform with a running machine and one that waits for its registration.
@@ -41,11 +41,11 @@ impl World {
         let mut more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
         // One host sends thousands of calls; platform::rates covers the limit.
         more.push(("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"));
-        let process = stack.platform_with(&more);
-        let runs = stack.running(&process, "user_1").await;
-        let made = stack.provision(&process, "user_2").await;
-        let waits = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
-        let operation = made["operationId"].as_str().unwrap().to_owned();
+        let process = stack.start_platform_with(&more);
+        let runs = stack.start_machine(&process, "user_1").await;
+        let provisioned = stack.provision(&process, "user_2").await;
+        let waits = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+        let operation = provisioned["operationId"].as_str().unwrap().to_owned();
         let deploy = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
         let deployed = stack.post(&process, "/vps/deploy", &deploy).await;
         let rollout = deployed.body["rolloutId"].as_str().unwrap().to_owned();
@@ -81,7 +81,7 @@ impl World {
         }
     }
 
-    async fn send(&self, request: RequestBuilder) -> Answer {
+    async fn send(&self, request: RequestBuilder) -> ApiResponse {
         self.stack.send(request).await
     }
 
@@ -213,16 +213,16 @@ fn operations() -> impl Iterator<Item = &'static Operation> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_document_is_served_and_whole() {
+async fn document_is_served_and_complete() {
     let stack = Stack::start().await;
-    let process = stack.platform();
+    let process = stack.start_platform();
     let served = stack.send(stack.request(&process, Method::GET, "/openapi.json")).await;
     assert_eq!((served.status, &served.body), (200, &document()));
     contract::assert_document_is_valid(contract::platform());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_route_refuses_what_is_wrong_and_in_order() {
+async fn every_route_rejects_invalid_requests_in_documented_order() {
     let world = World::start(&[]).await;
     for operation in operations() {
         assert_refuses_wrong_calls(&world, operation).await;
@@ -267,7 +267,7 @@ async fn own_database() -> PgServer {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_its_database_every_route_that_needs_it_says_so() {
+async fn database_outage_is_reported_by_every_route_that_needs_it() {
     let server = own_database().await;
     let world = World::start(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]).await;
     server.kill9().await.unwrap();
@@ -276,20 +276,20 @@ async fn without_its_database_every_route_that_needs_it_says_so() {
 
 async fn without_database(world: &World) {
     for operation in operations() {
-        let answer = world.send(valid_call(world, operation)).await;
+        let response = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
             // An operator's bundle download needs only the store.
-            "getBundle" => assert_eq!(answer.status, 200),
+            "getBundle" => assert_eq!(response.status, 200),
             // The platform's secret needs no database, nor do the metrics of this process.
-            "metrics" => assert_eq!(answer.status, 200),
+            "metrics" => assert_eq!(response.status, 200),
             // Neither does its identity; a named operator is looked up in the database.
-            "whoAmI" => assert_eq!(answer.status, 200),
+            "whoAmI" => assert_eq!(response.status, 200),
             // The last loaded routes are still served.
-            "ready" => assert_eq!(answer.status, 200),
-            "readyToControl" => assert_eq!(answer.status, 503),
-            _ if needs => answer.assert_problem(503, "database_unavailable"),
-            _ => assert_eq!(answer.status, 200, "{answer:?}"),
+            "ready" => assert_eq!(response.status, 200),
+            "readyToControl" => assert_eq!(response.status, 503),
+            _ if needs => response.assert_problem(503, "database_unavailable"),
+            _ => assert_eq!(response.status, 200, "{response:?}"),
         }
     }
     for id in ["metrics", "whoAmI"] {
@@ -332,7 +332,7 @@ async fn without_store(world: &World) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_right_call_of_every_route_is_answered_as_described() {
+async fn valid_call_of_every_route_matches_its_description() {
     let world = World::start(&[]).await;
     // Operations that end a machine come last.
     let mut all: Vec<&Operation> = operations().collect();
@@ -345,7 +345,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         _ => 0,
     });
     for operation in all {
-        let answer = world.send(valid_call(&world, operation)).await;
+        let response = world.send(valid_call(&world, operation)).await;
         // The host of the record does not respond, and the machine has no snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),
@@ -364,8 +364,8 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
             _ => None,
         };
         match refused {
-            Some((status, code)) => answer.assert_problem(status, code),
-            None => assert!(answer.status < 300, "{}: {answer:?}", operation.id),
+            Some((status, code)) => response.assert_problem(status, code),
+            None => assert!(response.status < 300, "{}: {response:?}", operation.id),
         }
     }
 }

@@ -54,7 +54,7 @@ impl Rows<'_> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_code_that_a_route_names_is_seen() {
+async fn every_documented_error_code_is_provoked() {
     let database = super::own_database().await;
     let world = World::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
     for operation in operations() {
@@ -87,7 +87,7 @@ async fn every_code_that_a_route_names_is_seen() {
 
 fn process(stack: &Stack, settings: &[(&str, String)], more: &[(&str, &str)]) -> Process {
     let settings = settings.iter().map(|(name, value)| (*name, value.as_str()));
-    stack.platform_with(&settings.chain(more.iter().copied()).collect::<Vec<_>>())
+    stack.start_platform_with(&settings.chain(more.iter().copied()).collect::<Vec<_>>())
 }
 
 async fn provisioning(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
@@ -137,9 +137,9 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     rows.row(world.operator_call(Method::GET, unknown, &Value::Null), 404, "not_found").await;
     rows.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
-    let mut beat = super::super::stack::beat_of(&world.runs);
+    let mut beat = super::super::stack::heartbeat_of(&world.runs);
     beat["attention"] = json!([{"code": "snapshot_held", "detail": "two rows instead of 400"}]);
-    assert_eq!(world.stack.beat(&world.process, &world.runs, &beat).await.status, 200);
+    assert_eq!(world.stack.send_heartbeat(&world.process, &world.runs, &beat).await.status, 200);
     for what in ["backup", "drill", "backup-accept"] {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
         rows.post(&of(runs, what), &json!({}), 502, "host_unreachable").await;
@@ -180,8 +180,8 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let larger = json!({"idpUserId": "user_1", "serverType": "cpx32"});
     rows.post("/vps/recover", &larger, 403, "server_type_not_allowed").await;
     let ended = plan("max", "inactive");
-    let answer = world.send(world.operator_call(Method::PUT, slots, &ended)).await;
-    assert_eq!(answer.status, 200, "{answer:?}");
+    let response = world.send(world.operator_call(Method::PUT, slots, &ended)).await;
+    assert_eq!(response.status, 200, "{response:?}");
     rows.post(&of(runs, "resize"), &to("cpx32"), 402, "subscription_required").await;
     rows.post("/vps/recover", &larger, 402, "subscription_required").await;
     world.send(world.operator_call(Method::PUT, slots, &plan("max", "active"))).await;
@@ -236,8 +236,8 @@ async fn rollouts(rows: &mut Rows<'_>) {
     }
     // Only a rollout that has ended cannot be aborted.
     let done = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
-    let beat = super::super::stack::beat_of(&world.runs);
-    world.stack.beat(&world.process, &world.runs, &beat).await;
+    let beat = super::super::stack::heartbeat_of(&world.runs);
+    world.stack.send_heartbeat(&world.process, &world.runs, &beat).await;
     let done = world.send(world.operator_call(Method::POST, path, &done)).await;
     let done = done.body["rolloutId"].as_str().unwrap().to_owned();
     let check = || async {
@@ -296,9 +296,9 @@ async fn rates(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
             for _ in 0..12 {
                 world.send(with_wrong_token(&Method::GET, "/vps/fleet")).await;
             }
-            let answer = world.send(with_wrong_token(&operation.method, &path)).await;
-            if answer.status == 429 || attempt == 10 {
-                answer.assert_problem(429, "rate_limited");
+            let response = world.send(with_wrong_token(&operation.method, &path)).await;
+            if response.status == 429 || attempt == 10 {
+                response.assert_problem(429, "rate_limited");
                 break;
             }
         }
@@ -333,7 +333,7 @@ async fn ends(rows: &mut Rows<'_>) {
     world
         .send(world.operator_call(Method::POST, &format!("/vps/{runs}/fail"), &json!({"reason": "x"})))
         .await;
-    stack.beat(&world.process, &world.runs, &super::super::stack::beat_of(&world.runs)).await;
+    stack.send_heartbeat(&world.process, &world.runs, &super::super::stack::heartbeat_of(&world.runs)).await;
     let fault = Fault::Status { status: 503, code: "scripted".into(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "/servers/", fault));
     rows.post(&format!("/vps/{runs}/resume"), &json!({}), 502, "provisioning_error").await;
@@ -349,7 +349,7 @@ async fn ends(rows: &mut Rows<'_>) {
     let other = json!({"idpUserId": "user_1", "replaceFirst": true});
     rows.post("/vps/recover", &other, 409, "invalid_state").await;
     let operation = recovered.body["operationId"].as_str().unwrap();
-    stack.ended(&world.process, operation).await;
+    stack.wait_until_ended(&world.process, operation).await;
     rows.post(&format!("/vps/operations/{operation}/abandon"), &json!({}), 409, "invalid_state").await;
     let replaced = |method, path: &str| {
         stack.request(&world.process, method, path).bearer_auth(&world.runs.upgrade_token)

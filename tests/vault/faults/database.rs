@@ -16,8 +16,8 @@ use super::witness::Witness;
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
-async fn end(running: Running) -> Result<Ended> {
-    tokio::task::spawn_blocking(move || running.end()).await?
+async fn wait_for_exit(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 /// Waits until a run's transaction holds its snapshot open.
@@ -33,11 +33,11 @@ async fn until_snapshot_is_open(machine: &Machine) -> Result<()> {
 }
 
 /// Asserts that the last run failed at one of these stages with this message.
-fn assert_failed(machine: &Machine, stages: &[&str], says: &str) -> Result<()> {
+fn assert_failed(machine: &Machine, stages: &[&str], expected_error: &str) -> Result<()> {
     let line = machine.backup_records()?.pop().context("a record")?;
     let at = line["stage"].as_str().unwrap_or_default();
     let error = line["error"].as_str().unwrap_or_default();
-    ensure!(line["status"] == "error" && stages.contains(&at) && error.contains(says), "{line}");
+    ensure!(line["status"] == "error" && stages.contains(&at) && error.contains(expected_error), "{line}");
     Ok(())
 }
 
@@ -65,7 +65,7 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
             _ => machine.postgres().kill9().await?,
         }
         machine.postgres().restart().await?;
-        let ended = end(running).await?;
+        let ended = wait_for_exit(running).await?;
         ensure!([Some(69), Some(70)].contains(&ended.code), "{how}: {:?}\n{}", ended.code, ended.stderr);
         assert_failed(&machine, &["gate", "snapshot", "dump"], "")?;
         witness.check().context(how)?;
@@ -78,7 +78,7 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn database_restart_during_a_restore_leaves_a_whole_database() -> Result<()> {
+async fn database_restart_during_restore_leaves_complete_database() -> Result<()> {
     let (_store, _old, new) = old_and_new().await?;
     let points =
         ["restore.created", "restore.loaded", "restore.counted", "restore.journal", "restore.closed"];
@@ -92,7 +92,7 @@ async fn database_restart_during_a_restore_leaves_a_whole_database() -> Result<(
         }
         new.postgres().stop().await?;
         new.postgres().restart().await?;
-        let ended = end(running).await?;
+        let ended = wait_for_exit(running).await?;
         let code = ended.code.context("killed")?;
         ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", ended.stderr);
         assert_eq!(new.marker(), code == 0, "{point}");
@@ -198,7 +198,7 @@ async fn long_locked_table_fails_the_backup_with_a_record() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
     client.batch_execute("BEGIN; LOCK TABLE notes IN ACCESS EXCLUSIVE MODE").await?;
-    let ended = end(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
+    let ended = wait_for_exit(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
     assert!(ended.stderr.contains("lock"), "{}", ended.stderr);
     assert_failed(&machine, &["snapshot"], "a table is locked by another session")?;
     assert_eq!(machine::pointer(&store).await?, before);

@@ -17,8 +17,8 @@ const MIB: u64 = 1 << 20;
 /// Runs keep 64 MiB free.
 const FREE_MIB: u64 = 160;
 
-async fn end(running: Running) -> Result<Ended> {
-    tokio::task::spawn_blocking(move || running.end()).await?
+async fn wait_for_exit(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 #[tokio::test]
@@ -69,7 +69,7 @@ async fn full_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &st
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     disk.fill(0)?;
-    end(running).await
+    wait_for_exit(running).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -98,7 +98,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     };
     until("a part of the dump", || dump().is_some_and(|length| length > 0)).await?;
     disk.fill(0)?;
-    let ended = end(running).await?.expect(70);
+    let ended = wait_for_exit(running).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     assert_untouched(&new, "in the download").await?;
     disk.empty()?;
@@ -132,7 +132,7 @@ async fn apply_full(
     let running = stage.spawn_with(&["apply", "--version", NEW], Some(point))?;
     until("the time to fill the disk", when).await?;
     disk.fill(0)?;
-    end(running).await
+    wait_for_exit(running).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

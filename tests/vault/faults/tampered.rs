@@ -173,19 +173,19 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
 }
 
 #[tokio::test]
-async fn whatever_was_tampered_with_is_refused() -> Result<()> {
+async fn every_tampered_object_is_refused() -> Result<()> {
     let (store, _old, new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
     let table = table();
     let rows = table.len() as u64;
-    for (name, says, tamper) in table {
+    for (name, expected_error, tamper) in table {
         tamper(&objects);
         // A complete download of an earlier run would not need the store.
         let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
         fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
         let ended = new.run(&["svc-restore"]).context(name)?;
         assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
-        ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
+        ensure!(ended.stderr.contains(expected_error), "{name}: {}", ended.stderr);
         assert_untouched(&new, name).await?;
         let outside = find(new.root.path(), "outside")?;
         ensure!(outside.is_empty(), "{name}: {outside:?}");
@@ -213,7 +213,7 @@ fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
 
 /// Names and values that would be statements if they were not quoted.
 #[tokio::test]
-async fn nothing_of_a_record_is_a_statement() -> Result<()> {
+async fn record_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
     let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
@@ -277,17 +277,17 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
     let (store, old, _new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
-    let kept = |machine: &Machine, code: i32, says: &str, name: &str| -> Result<()> {
+    let kept = |machine: &Machine, code: i32, expected_error: &str, name: &str| -> Result<()> {
         let before = store.read(BUCKET, &latest());
         let ended = machine.run(&["svc-db-backup"])?;
         assert_eq!(ended.code, Some(code), "{name}: {}", ended.stderr);
         let line = machine.backup_records()?.pop().context("a record")?;
         let error = line["error"].as_str().unwrap_or_default();
-        ensure!(error.contains(says) && line["stage"] == "gate", "{name}: {line}");
+        ensure!(error.contains(expected_error) && line["stage"] == "gate", "{name}: {line}");
         ensure!(store.read(BUCKET, &latest()) == before, "{name}: the pointer was overwritten");
         Ok(())
     };
-    for (name, says, text) in [
+    for (name, expected_error, text) in [
         ("no JSON", "is not readable", "{".to_owned()),
         (
             "another format",
@@ -297,7 +297,7 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
         ("nothing", "is not readable", String::new()),
     ] {
         store.write(BUCKET, &latest(), text);
-        kept(&old, 70, says, name)?;
+        kept(&old, 70, expected_error, name)?;
     }
     objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
     kept(&old, 70, "is above the maximum", "a sequence that cannot grow")?;

@@ -183,7 +183,7 @@ mod tests {
                 store.write(BUCKET, &path("system/db/snapshots/2026-01-02T03-04-03.000Z-1.dump"), "dump 4");
             }),
         ];
-        for (number, (said, spoil)) in breaks.into_iter().enumerate() {
+        for (number, (expected, spoil)) in breaks.into_iter().enumerate() {
             let store = machine::store().expect("a store");
             let mut witness = Witness::of(&store);
             witness.check().expect("the slot is empty");
@@ -194,7 +194,7 @@ mod tests {
             assert_eq!((witness.completed(), witness.seq()), (2, 2));
             spoil(&store, &second);
             let error = witness.check().expect_err("a violation").to_string();
-            assert!(error.contains(said), "{number}: {error}");
+            assert!(error.contains(expected), "{number}: {error}");
         }
     }
 }

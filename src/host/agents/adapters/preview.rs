@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn given_secrets_are_redacted_everywhere() {
+    fn known_secrets_are_redacted_everywhere() {
         let given = [
             ("LLM_KEY", "plain words"),
             ("DB_PASSWORD_RO", "plain words, and \"more\"\nof it"),
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn preview_shows_the_most_telling_field() {
+    fn preview_shows_the_most_informative_field() {
         assert_eq!(preview_input(&json!({"command": "ls -la", "description": "List"})), "ls -la");
         assert_eq!(preview_input(&json!({"file_path": "/a/b", "content": "x".repeat(9000)})), "/a/b");
         assert_eq!(preview_input(&json!({"n": 3})), "{\"n\":3}");

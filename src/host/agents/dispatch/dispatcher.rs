@@ -426,7 +426,7 @@ impl Dispatcher {
         if !self.pause_token().is_cancelled() {
             return Ok(());
         }
-        let detail = "No dispatch is started now: a last backup is taken before this machine is replaced.";
+        let detail = "No dispatch is started now: a final backup is taken before this machine is replaced.";
         Err(Problem::new(Code::Unavailable, detail).retry_after(15))
     }
 

@@ -2,7 +2,7 @@
 //! recorded as interrupted, so that no accepted dispatch is lost.
 //!
 //! Each has its own file, `ID.json`. A batch is accepted atomically in one file, `ID.batch`; entries that have started
-//! also have a file of their own. On a full disk, an empty `ID.begun` marks a dispatch as started.
+//! also have a separate file. On a full disk, an empty `ID.begun` marks a dispatch as started.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -130,7 +130,7 @@ impl Journal {
             entries => entries.map_err(FileError::at("read", &self.0))?,
         };
         // No writer is active yet, so that temporary files are leftovers.
-        fsx::remove_torn_in(&self.0, |_| true)?;
+        fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
         let mut begun = Vec::new();
         for entry in entries {

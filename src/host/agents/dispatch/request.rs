@@ -174,10 +174,10 @@ impl DispatchRequest {
     pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
         let id: Option<DispatchId> = fields.optional("id");
         if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::MAX_GIVEN_CHARS || id.is_entry_id()) {
-            let most = DispatchId::MAX_GIVEN_CHARS;
+            let max = DispatchId::MAX_GIVEN_CHARS;
             fields.wrong(
                 "id",
-                format!("must have at most {most} characters, and no dot before a number at its end"),
+                format!("must have at most {max} characters, and no dot before a number at its end"),
             );
         }
         let sender_id = fields.optional_text("senderId", MAX_SENDER_CHARS);

@@ -274,7 +274,7 @@ impl<'a> Run<'a> {
             EndReason::Stopped => ("Interrupted", "it was ended because the gateway ended".to_owned()),
             EndReason::Paused => {
                 let message =
-                    "it was ended because the platform stops this machine's writers for a last backup";
+                    "it was ended because the platform stops this machine's writers for a final backup";
                 ("Interrupted", message.to_owned())
             }
         };

@@ -37,7 +37,7 @@ const MAX_RUNS: usize = 128;
                   svc-agent@.service. Example: svc-agent --listen"
 )]
 struct Args {
-    /// Accept connections on agent.sock and run each in a process of its own
+    /// Accept connections on agent.sock and run each in a separate process
     #[arg(long)]
     listen: bool,
 }

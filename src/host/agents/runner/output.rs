@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lines_are_whole_for_any_read_size() {
+    async fn lines_are_complete_for_any_read_size() {
         let whole = |text: &str| Line::Whole(text.as_bytes().to_vec());
         for pieces in [1, 2, 3, 100] {
             assert_eq!(lines(b"ab\n\nc", pieces).await, [whole("ab"), whole(""), whole("c")]);

@@ -55,7 +55,7 @@ pub fn reap(agent: u32) {
     }
 }
 
-/// Kills all processes below this one and waits until they are gone. No other task may wait for children meanwhile.
+/// Kills all processes below this one and waits until they are gone. No other task may wait for children in the meantime.
 pub async fn kill_descendants() {
     let this = Pid::this().as_raw();
     let until = tokio::time::Instant::now() + KILL_TIMEOUT;

@@ -55,7 +55,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
         return Ok(());
     };
     if ![Order::WITHOUT_READY, Order::VERSION].contains(&order.version) {
-        let why = format!("svc-agent does not know orders of version {}", order.version);
+        let why = format!("svc-agent does not support orders of version {}", order.version);
         return FromRunner::Refused(why).write(&mut to).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {

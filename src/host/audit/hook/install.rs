@@ -111,7 +111,7 @@ fn change_file(
     change: impl FnOnce(&mut Value) -> Result<bool, Unusable>,
 ) -> Result<(), InstallError> {
     // The owner may have replaced the file with a link.
-    let target = fsx::through_link(path);
+    let target = fsx::resolve_link(path);
     let text = fsx::read_if_exists(&target)?.unwrap_or_default();
     let is_empty = text.iter().all(u8::is_ascii_whitespace);
     let mut settings = if is_empty {
@@ -137,7 +137,7 @@ fn write(path: &Path, text: &[u8]) -> Result<(), FileError> {
     let mode = was.as_ref().map_or(0o600, |was| was.permissions().mode() & 0o7777);
     fsx::write_atomic(path, text, mode)?;
     let Some(was) = was else { return Ok(()) };
-    let now = fs::metadata(path).map_err(FileError::at("look at", path))?;
+    let now = fs::metadata(path).map_err(FileError::at("stat", path))?;
     if (now.uid(), now.gid()) != (was.uid(), was.gid()) {
         std::os::unix::fs::chown(path, Some(was.uid()), Some(was.gid()))
             .map_err(FileError::at("give back", path))?;

@@ -142,8 +142,8 @@ fn report_call(layout: &Layout, actor: &str, end: Instant, shared: &SharedMessag
     };
     let message = input.message(actor);
     *shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(message.clone());
-    let left = end.saturating_duration_since(Instant::now());
-    match protocol::send(&layout.watch_sockets().join(SOCKET), &message, left) {
+    let remaining = end.saturating_duration_since(Instant::now());
+    match protocol::send(&layout.watch_sockets().join(SOCKET), &message, remaining) {
         Ok(()) => None,
         Err(error) => match error.kind() {
             std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => Some(GapReason::Late),

@@ -55,13 +55,13 @@ impl HomeWatcher {
         let at = |action: &'static str| move |errno: Errno| FileError::at(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let folder = nix::fcntl::open(home, flags, Mode::empty()).map_err(at("open"))?;
-        let root = fstat(&folder).map_err(at("look at"))?.st_ino;
+        let root = fstat(&folder).map_err(at("stat"))?.st_ino;
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(at("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
         let watcher = Self { home: folder, root, inotify, folders, watches, is_short: false };
         // Check now that `openat2` is permitted: a seccomp filter could refuse it, and the audit would silently see
         // nothing.
-        watcher.open_below(b".").map_err(at("look into"))?;
+        watcher.open_below(b".").map_err(at("open folders of"))?;
         Ok(watcher)
     }
 

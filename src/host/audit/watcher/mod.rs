@@ -50,7 +50,7 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Fail points of the watcher.
-pub const POINTS: &[&str] = &["watch.look"];
+pub const FAILPOINTS: &[&str] = &["watch.look"];
 
 #[derive(clap::Parser)]
 #[command(

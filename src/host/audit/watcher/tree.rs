@@ -23,8 +23,8 @@ pub struct FileState {
     pub size: u64,
     /// In nanoseconds.
     pub mtime: i64,
-    /// The birth time in nanoseconds, which tells a file from an earlier one with the same inode; 0 if the file system
-    /// has none.
+    /// The birth time in nanoseconds, which distinguishes a file from an earlier one with the same inode; 0 if the
+    /// file system has none.
     pub born: i64,
     pub kind: Kind,
     /// The file has other names.

@@ -9,10 +9,10 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use serde_json::json;
 
-use super::answer::{self, BridgeResponse};
 use super::describe::MAX_QUERY_BYTES;
 use super::plan::{self, Plan};
 use super::request::{Action, BridgeRequest, TableCall};
+use super::response::{self, BridgeResponse};
 use super::service::Bridge;
 use super::{refusal, run, schemas};
 use crate::gateway::apps::{App, ChangedRows, SentWrite, WriteSize};
@@ -77,9 +77,9 @@ async fn handle_query(
     let uncounted = ChangedRows::default();
     let changed = sent.as_ref().map_or(&uncounted, |sent| &sent.changed);
     let limit = bridge.statement_timeout;
-    let answer = if is_transaction {
+    let response = if is_transaction {
         let ran = run::run_transaction(&app.pool, plans, limit, changed).await;
-        ran.map(|answers| answer::json_response(StatusCode::OK, BridgeResponse::all(&answers))).map_err(
+        ran.map(|responses| response::json_response(StatusCode::OK, BridgeResponse::all(&responses))).map_err(
             |failed| match failed.index {
                 Some(index) => refusal::at_operation(*failed.problem, index),
                 None => *failed.problem,
@@ -89,15 +89,15 @@ async fn handle_query(
         let plan = plans.pop().ok_or_else(refusal::missing_row)?;
         run::run(&app.pool, plan, limit, changed)
             .await
-            .map(|answer| answer::json_response(answer.status, answer.body))
+            .map(|response| response::json_response(response.status, response.body))
     };
-    if answer.is_ok()
+    if response.is_ok()
         && let Some(sent) = sent
     {
         sent.settle();
         bridge.changes.wake();
     }
-    answer
+    response
 }
 
 /// Counts a write against the quota before it is sent.
@@ -176,5 +176,5 @@ fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -
             snapshot.apps.values().map(|app| schemas::schema_json(app)).collect()
         }
     };
-    Ok(answer::json_response(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))
+    Ok(response::json_response(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))
 }

@@ -4,7 +4,6 @@
 //! the app's own role ([`run`]). SQL text never contains a value; errors and log lines never contain row values.
 //! [`changes`] streams every change, including changes made outside the bridge.
 
-mod answer;
 mod changes;
 mod cursor;
 mod describe;
@@ -18,14 +17,15 @@ mod param;
 mod plan;
 mod refusal;
 mod request;
+mod response;
 mod run;
 mod schemas;
 mod service;
 mod sql;
 mod value;
 
-pub use answer::json_response;
 pub use changes::{ChangeFeed, IdSecret, changes};
 pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
 pub use handler::{list_schemas, query};
+pub use response::json_response;
 pub use service::Bridge;

@@ -77,7 +77,7 @@ impl Operation<'_> {
     }
 }
 
-/// What an upsert does with an existing row.
+/// How an upsert resolves a conflict with an existing row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Resolution {
     /// Updates the columns that `data` names.

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 
-use super::answer::{BridgeResponse, ExecutionMode, PreparedPlan, ResponseBudget, execute};
 use super::plan::Plan;
 use super::refusal::{self, ErrorContext};
+use super::response::{BridgeResponse, ExecutionMode, PreparedPlan, ResponseBudget, execute};
 use crate::gateway::apps::ChangedRows;
 use crate::gateway::database::{Connection, Lease, Pool};
 use svc_http::problem::{Code, Problem};
@@ -42,14 +42,14 @@ pub async fn run(
     changed: &ChangedRows,
 ) -> Result<BridgeResponse, Problem> {
     if !plan.is_one_statement() {
-        let answers = run_transaction(pool, vec![plan], statement_timeout, changed).await;
-        let mut answers = answers.map_err(|failed| *failed.problem)?;
-        return answers.pop().ok_or_else(refusal::missing_row);
+        let responses = run_transaction(pool, vec![plan], statement_timeout, changed).await;
+        let mut responses = responses.map_err(|failed| *failed.problem)?;
+        return responses.pop().ok_or_else(refusal::missing_row);
     }
     let started = Instant::now();
     loop {
         match attempt(pool, &plan, statement_timeout, changed).await {
-            Attempt::Ended(answer) => return answer,
+            Attempt::Ended(response) => return response,
             Attempt::Interrupted if started.elapsed() < statement_timeout => {}
             Attempt::Interrupted => return Err(refusal::too_slow()),
         }
@@ -78,17 +78,17 @@ async fn attempt(
         execute(&lease, ready, ExecutionMode::Single, &ResponseBudget::new(changed)).await
     };
     // A lease dropped unsettled, here or by a disconnected client, cancels its statement.
-    let Ok(answer) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, single).await else {
+    let Ok(response) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, single).await else {
         return Attempt::Ended(Err(refusal::too_slow()));
     };
-    if answer.as_ref().map_or(true, |answer| answer.is_whole) {
+    if response.as_ref().map_or(true, |response| response.is_whole) {
         lease.settle();
     }
-    match answer {
+    match response {
         Err(problem) if problem.code == Code::DeadlineExceeded && lease.is_abandoned() => {
             Attempt::Interrupted
         }
-        answer => Attempt::Ended(answer),
+        response => Attempt::Ended(response),
     }
 }
 
@@ -130,10 +130,10 @@ async fn execute_transaction(
     if ended.is_ok() || ended.as_ref().is_err_and(|error| error.as_db_error().is_some()) {
         lease.settle();
     }
-    let answers = ran?;
+    let responses = ran?;
     let refused = |error| ExecutionError::new(None, refusal::from_error(&error, ErrorContext::for_commit()));
     ended.map_err(refused)?;
-    Ok(answers)
+    Ok(responses)
 }
 
 async fn prepare_all<'p, 't>(
@@ -161,15 +161,15 @@ async fn pipeline(
     };
     let steps = all.into_iter().map(|ready| {
         let step = execute(connection, ready, ExecutionMode::InTransaction, &budget);
-        step.map(|answer| answer.map(Some)).boxed()
+        step.map(|response| response.map(Some)).boxed()
     });
     let ran = poll_in_order(std::iter::once(begin.boxed()).chain(steps).collect()).await;
-    let mut answers = Vec::with_capacity(ran.len());
+    let mut responses = Vec::with_capacity(ran.len());
     for (index, result) in ran.into_iter().enumerate() {
-        let answer = result.map_err(|problem| ExecutionError::new(index.checked_sub(1), problem))?;
-        answers.extend(answer);
+        let response = result.map_err(|problem| ExecutionError::new(index.checked_sub(1), problem))?;
+        responses.extend(response);
     }
-    Ok(answers)
+    Ok(responses)
 }
 
 /// Polls the futures in order. Each sends on its first poll, so this is also the order on the wire.

@@ -24,7 +24,7 @@ impl Budget {
         Arc::new(Self { permits: Arc::new(Semaphore::new(connections)), pools: Mutex::default() })
     }
 
-    /// Registers a pool, which may be asked to close a connection.
+    /// Registers a pool, which may be requested to close a connection.
     pub fn register(&self, pool: &Arc<Pool>) {
         self.pools().push(Arc::downgrade(pool));
     }

@@ -21,7 +21,7 @@ pub enum DatabaseError {
     Connect(#[source] tokio_postgres::Error),
     #[error("connect to the database: {0}")]
     Resolve(#[from] resolve::ResolveError),
-    #[error("the database did not answer in time")]
+    #[error("the database did not respond in time")]
     Deadline,
     #[error("query the database")]
     Query(#[from] tokio_postgres::Error),

@@ -3,7 +3,7 @@
 //!
 //! Triggers cost time in each write, so an app's tables get them when a client first listens, and lose them after a
 //! long time without listeners. The triggers notify only for sessions other than the app's own role: NOTIFY serializes
-//! commits, and the bridge knows its own writes.
+//! commits, and the bridge recognises its own writes.
 //!
 //! Invariant: after a position at or above the floors of the feed and of the app, the outbox is complete.
 

@@ -20,7 +20,7 @@ pub async fn live() -> Response {
     json_response(StatusCode::OK, &json!({ "status": "live" }))
 }
 
-/// Reports whether the database answers and its apps are loaded, so that the bridge is usable.
+/// Reports whether the database responds and its apps are loaded, so that the bridge is usable.
 pub async fn ready(
     State(database): State<Arc<Database>>,
     State(apps): State<Arc<Registry>>,

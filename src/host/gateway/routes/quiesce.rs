@@ -1,4 +1,4 @@
-//! `/_svc/internal/quiesce` and `/resume`: the platform stops the machine's writers before a last backup, and resumes
+//! `/_svc/internal/quiesce` and `/resume`: the platform stops the machine's writers before a final backup, and resumes
 //! them if the operation ends without a successor.
 
 use std::sync::Arc;
@@ -55,7 +55,7 @@ pub static QUIESCE: Endpoint = Endpoint {
         id: "quiesce",
         method: Method::POST,
         path: "/_svc/internal/quiesce",
-        summary: "Stops all writers for an operation: dispatches end and are recorded, the bridge answers 503. \
+        summary: "Stops all writers for an operation: dispatches end and are recorded, the bridge returns 503. \
                   Repeated calls return the progress; the state survives a restart.",
         credentials: &[PLATFORM],
         parameters: &[],

@@ -138,8 +138,8 @@ pub async fn list(
         }
         Err(PageError::File(error)) => return Err(Problem::internal(&error)),
     };
-    let answer = json!({ view.member: entries, "nextCursor": next.map(|place| place.to_string()) });
-    Ok(bridge::json_response(StatusCode::OK, Bytes::from(answer.to_string())).into_response())
+    let response = json!({ view.member: entries, "nextCursor": next.map(|place| place.to_string()) });
+    Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
 /// Streams new lines of a record.

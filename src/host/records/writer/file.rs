@@ -1,4 +1,4 @@
-//! A file that the writer appends to, even if it is renamed or deleted meanwhile.
+//! A file that the writer appends to, even if it is renamed or deleted in the meantime.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};

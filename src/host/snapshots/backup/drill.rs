@@ -15,14 +15,14 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
-use svc_base::quantity::counted;
+use svc_base::quantity::pluralize;
 use svc_http::problem::chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Fail points of a run.
-pub const POINTS: &[&str] =
+pub const FAILPOINTS: &[&str] =
     &["drill.begin", "drill.cleaned", "drill.downloaded", "drill.loaded", "drill.dropped", "drill.recorded"];
 
 #[derive(Debug, thiserror::Error)]
@@ -71,7 +71,7 @@ pub async fn run(
     settings: &BackupSettings,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    let began = Instant::now();
+    let started = Instant::now();
     let mut snapshot = None;
     let end = tokio::select! {
         end = drill(settings, &mut snapshot) => end,
@@ -89,7 +89,7 @@ pub async fn run(
         status: if end.is_ok() { Status::Success } else { Status::Error },
         snapshots: u64::from(end.is_ok()),
         size_bytes,
-        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         key: snapshot.map(|snapshot| snapshot.key),
         damaged: Vec::new(),
         error: end.as_ref().err().map(|error| chain(error)),
@@ -123,7 +123,7 @@ async fn drill(settings: &BackupSettings, of: &mut Option<SnapshotRef>) -> Resul
     failpoint::pass("drill.dropped")?;
     clean(&into, &dir).await?;
     let rows: u64 = side.tables.iter().map(|table| table.rows).sum();
-    Ok(format!("{}, {}", counted(side.tables.len() as u64, "table"), counted(rows, "row")))
+    Ok(format!("{}, {}", pluralize(side.tables.len() as u64, "table"), pluralize(rows, "row")))
 }
 
 /// The newest snapshot. `of` is set even if the snapshot is unusable.

@@ -39,7 +39,7 @@ use svc_store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
 use svc_store::upload::{PartLayout, Upload, UploadError};
 
 /// Fail points of a run.
-pub const POINTS: &[&str] = &[
+pub const FAILPOINTS: &[&str] = &[
     "backup.begin",
     "backup.snapshot",
     "backup.streaming",
@@ -171,7 +171,7 @@ pub async fn attempt(
     unpublished: &mut Option<Unpublished>,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    let began = Instant::now();
+    let started = Instant::now();
     let timestamp = clock::now_ms();
     let mut progress = Progress {
         stage: Stage::Gate,
@@ -181,7 +181,7 @@ pub async fn attempt(
         tracker: Tracker::begin(&settings.layout, timestamp),
     };
     let end = back_up(settings, options, &mut progress, stop).await;
-    let record = record_of(timestamp, began, &progress, end.as_ref().err());
+    let record = record_of(timestamp, started, &progress, end.as_ref().err());
     if end.is_err() {
         *unpublished = progress.stored;
     }

@@ -52,13 +52,13 @@ use svc_http::request_id;
 use svc_store::key::SnapshotKey;
 use verify::VerifyTargets;
 
-pub use drill::POINTS as DRILL_POINTS;
-pub use export::POINTS as EXPORT_POINTS;
-pub use job::POINTS;
-pub use side::POINTS as SIDE_POINTS;
+pub use drill::FAILPOINTS as DRILL_FAILPOINTS;
+pub use export::FAILPOINTS as EXPORT_FAILPOINTS;
+pub use job::FAILPOINTS;
+pub use side::FAILPOINTS as SIDE_FAILPOINTS;
 #[cfg(feature = "fuzzing")]
 pub use toc::entries as dump_entries;
-pub use verify::POINTS as VERIFY_POINTS;
+pub use verify::FAILPOINTS as VERIFY_FAILPOINTS;
 
 /// Maximum wait of a request for a run that was started before it.
 const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);

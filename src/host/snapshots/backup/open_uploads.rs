@@ -64,7 +64,7 @@ pub fn remove(layout: &Layout, upload: &OpenUpload) {
 pub async fn abort_all(layout: &Layout, bucket: &Bucket) {
     let (list, last) = (layout.open_uploads(), layout.last_backup());
     for path in [&list, &last] {
-        if let Err(error) = fsx::remove_torn(path) {
+        if let Err(error) = fsx::remove_leftover_temp(path) {
             tracing::warn!(error = %chain(&error), "could not remove temporary files of an interrupted run");
         }
     }

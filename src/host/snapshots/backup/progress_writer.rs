@@ -33,7 +33,7 @@ impl Tracker {
     /// The caller holds the backup's lock.
     pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
         // A killed run may leave a temporary file.
-        if let Err(error) = fsx::remove_torn(&layout.backup_progress()) {
+        if let Err(error) = fsx::remove_leftover_temp(&layout.backup_progress()) {
             tracing::warn!(error = %chain(&error), "could not remove the progress of a killed backup");
         }
         let progress = BackupProgress::new(began_at, Stage::Gate.name());

@@ -2,7 +2,7 @@
 //! or a table, is backed up, but its snapshot is held back.
 
 use crate::snapshots::row_counts;
-use svc_base::quantity::counted;
+use svc_base::quantity::pluralize;
 use svc_store::snapshot::TableCount;
 
 /// An emptied database.
@@ -34,11 +34,15 @@ pub fn describe_loss(before: &[TableCount], now: &[TableCount]) -> Option<String
     if let Some(first) = missing.first() {
         let others = missing.len() - 1;
         let others = if others > 0 { format!(" and {others} more") } else { String::new() };
-        return Some(format!("the table {} with {}{others} is gone", first.name, counted(first.rows, "row")));
+        return Some(format!(
+            "the table {} with {}{others} is gone",
+            first.name,
+            pluralize(first.rows, "row")
+        ));
     }
     let (before, now) = (rows(before), rows(now));
     (before > 0 && now <= before / 2)
-        .then(|| format!("the database holds {} instead of {before}", counted(now, "row")))
+        .then(|| format!("the database holds {} instead of {before}", pluralize(now, "row")))
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_store::snapshots;
 
 /// Fail points of a run.
-pub const POINTS: &[&str] = &["verify.begin", "verify.read", "verify.noted", "verify.recorded"];
+pub const FAILPOINTS: &[&str] = &["verify.begin", "verify.read", "verify.noted", "verify.recorded"];
 
 /// The snapshots to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,7 +107,7 @@ pub async fn run(
     targets: &VerifyTargets,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    let began = Instant::now();
+    let started = Instant::now();
     let mut results = VerifyResults::default();
     let end = tokio::select! {
         end = read_all(settings, targets, &mut results) => end,
@@ -125,7 +125,7 @@ pub async fn run(
         status: if error.is_none() { Status::Success } else { Status::Error },
         snapshots: results.whole,
         size_bytes: results.bytes,
-        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         key: results.only,
         damaged: results.damaged.iter().map(|(key, _)| key.clone()).collect(),
         error,

@@ -24,7 +24,7 @@ use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Fail points of a run.
-pub const POINTS: &[&str] = &[
+pub const FAILPOINTS: &[&str] = &[
     "restore.begin",
     "restore.named",
     "restore.downloading",
@@ -150,7 +150,7 @@ async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
 
 async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Result<(), RestoreError> {
     failpoint::pass("restore.begin")?;
-    fsx::remove_torn_in(&settings.layout.restore_state(), |_| true)?;
+    fsx::remove_leftover_temps_in(&settings.layout.restore_state(), |_| true)?;
     let Some(snapshot) = latest(settings).await? else {
         tracing::info!("there is no snapshot: this machine starts with an empty database");
         return set_marker(settings, None).await;
@@ -236,7 +236,7 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
     if !error.is_transient() {
         return Err(RestoreError::Store(error));
     }
-    tracing::warn!(error = %svc_http::problem::chain(&error), "the object store does not answer");
+    tracing::warn!(error = %svc_http::problem::chain(&error), "the object store does not respond");
     backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 
@@ -295,7 +295,7 @@ async fn assign_restore_id(settings: &RestoreSettings, loaded: &Scratch) -> Resu
 async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Result<(), RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
-    fsx::remove_torn(&fsx::through_link(&settings.layout.restore_complete()))?;
+    fsx::remove_leftover_temp(&fsx::resolve_link(&settings.layout.restore_complete()))?;
     Marker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
     failpoint::pass("restore.marker")?;
     Ok(())

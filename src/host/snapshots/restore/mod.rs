@@ -26,8 +26,8 @@ use gate::ExistingRows;
 use journal::Journal;
 use settings::RestoreSettings;
 
-pub use gate::POINTS;
-pub use import::POINTS as IMPORT_POINTS;
+pub use gate::FAILPOINTS;
+pub use import::FAILPOINTS as IMPORT_FAILPOINTS;
 #[cfg(feature = "fuzzing")]
 pub use import::fuzzing as import_fuzzing;
 

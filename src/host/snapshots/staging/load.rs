@@ -20,7 +20,7 @@ use crate::system::postgres;
 use crate::system::postgres::{ConnectError, ident, literal};
 use crate::system::postgres_tools;
 use svc_base::failpoint::{self};
-use svc_base::quantity::counted;
+use svc_base::quantity::pluralize;
 use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
 /// No database of a supported server type takes longer to load.
@@ -246,7 +246,7 @@ pub async fn compare(context: &RestoreContext, client: &Client, side: &SideRecor
         Some(table) => {
             let of = |tables: &[svc_store::snapshot::TableCount]| {
                 let rows = tables.iter().find(|other| other.name == table.name).map(|other| other.rows);
-                rows.map_or("is not there".to_owned(), |rows| format!("has {}", counted(rows, "row")))
+                rows.map_or("is not there".to_owned(), |rows| format!("has {}", pluralize(rows, "row")))
             };
             let why =
                 format!("{} {} and was recorded as: {}", table.name, of(&counted_tables), of(&recorded));

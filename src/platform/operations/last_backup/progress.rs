@@ -29,7 +29,8 @@ pub struct LastBackupProgress {
     /// When the host became unreachable: every call since then has failed.
     #[serde(with = "clock::wire_option")]
     pub unreachable_since: Option<Timestamp>,
-    pub has_stopped: bool,
+    #[serde(rename = "hasStopped")]
+    pub has_stopped_writers: bool,
     /// When the host started to stop its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,
@@ -52,10 +53,12 @@ pub struct LastBackupProgress {
     bytes: u64,
     #[serde(with = "clock::wire_option")]
     pub progress_at: Option<Timestamp>,
-    /// The problem that an operator was asked about.
-    pub trouble: Option<String>,
+    /// The problem about which an operator must decide.
+    #[serde(rename = "trouble")]
+    pub problem: Option<String>,
     /// The last logged wait for another operation, so that each wait is logged only once.
-    pub waits_for: Option<String>,
+    #[serde(rename = "waitsFor")]
+    pub logged_wait: Option<String>,
 }
 
 impl LastBackupProgress {
@@ -103,7 +106,7 @@ impl LastBackupProgress {
     }
 
     /// The progress after an operator restarts the step. Snapshots of earlier requests still count.
-    pub fn restarted(self) -> Self {
+    pub fn into_restarted(self) -> Self {
         Self {
             first_requested_at: self.first_requested_at(),
             host_clock_at: self.host_clock_at,
@@ -114,7 +117,7 @@ impl LastBackupProgress {
 
     /// Records the host's report. Another stage, fewer bytes (a new run), or enough additional bytes count as progress.
     /// [`Self::is_overdue`] limits a host that reports false progress.
-    pub fn record(&mut self, host: &BackupProgress, now: Timestamp) {
+    pub fn record_report(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
         let stage = host.stage.as_deref().map(bounded);
         let threshold = self.bytes.saturating_add(MIN_PROGRESS_BYTES);
@@ -125,7 +128,7 @@ impl LastBackupProgress {
 
     /// Records the count of running dispatches. Only a new minimum is progress: a host could report rising counts
     /// forever.
-    pub fn record_running(&mut self, count: u64, now: Timestamp) {
+    pub fn record_running_dispatches(&mut self, count: u64, now: Timestamp) {
         self.stopping_since.get_or_insert(now);
         if self.running_dispatches.is_none_or(|lowest| count < lowest) {
             self.running_dispatches = Some(count);
@@ -177,16 +180,16 @@ mod tests {
     #[test]
     fn progress_requires_new_stage_new_run_or_enough_bytes() {
         let mut progress = LastBackupProgress::default();
-        progress.record(&host("dump", 1), at(0));
+        progress.record_report(&host("dump", 1), at(0));
         for poll in 1..1000 {
-            progress.record(&host("dump", u64::try_from(poll).unwrap()), at(poll));
+            progress.record_report(&host("dump", u64::try_from(poll).unwrap()), at(poll));
         }
         assert_eq!(progress.progress_at, Some(at(0)));
-        progress.record(&host("dump", 1 + MIN_PROGRESS_BYTES), at(1000));
+        progress.record_report(&host("dump", 1 + MIN_PROGRESS_BYTES), at(1000));
         assert_eq!(progress.progress_at, Some(at(1000)));
-        progress.record(&host("verify", 1 + MIN_PROGRESS_BYTES), at(1001));
+        progress.record_report(&host("verify", 1 + MIN_PROGRESS_BYTES), at(1001));
         assert_eq!(progress.progress_at, Some(at(1001)), "another stage");
-        progress.record(&host("verify", 5), at(1002));
+        progress.record_report(&host("verify", 5), at(1002));
         assert_eq!(progress.progress_at, Some(at(1002)), "another run");
     }
 
@@ -198,7 +201,7 @@ mod tests {
         let window = progress.snapshot_window(at(60)).unwrap();
         assert_eq!((window.since, window.now), (at(-500), at(-440)));
         progress.record_request(at(100), at(100));
-        let window = progress.restarted().snapshot_window(at(130)).unwrap();
+        let window = progress.into_restarted().snapshot_window(at(130)).unwrap();
         assert_eq!(
             (window.since, window.now),
             (at(-500), at(130)),

@@ -1,4 +1,4 @@
-//! Checks whether a leaving machine has taken its final backup.
+//! Checks whether an outgoing machine has taken its final backup.
 //!
 //! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it,
 //! including that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and

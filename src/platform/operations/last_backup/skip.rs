@@ -20,7 +20,7 @@ use svc_store::{StoreError, newer_snapshot, pointer_io};
 /// Code of the question: which snapshot is restored to the new machine?
 pub const NEWER_SNAPSHOT: &str = "newer_snapshot";
 /// Key in an operation's facts, set when an operator has answered the question.
-pub const ANSWERED: &str = "newerSnapshotAnswered";
+pub const SNAPSHOT_CHOSEN: &str = "newerSnapshotAnswered";
 /// Timeout of all store requests of one search.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 
@@ -29,7 +29,7 @@ const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 pub enum SkipReason {
     ServerGone,
     OutOfService,
-    Silent,
+    Unreachable,
     /// An operator stopped waiting for its backup.
     GivenUp,
 }
@@ -39,23 +39,23 @@ impl SkipReason {
         match self {
             Self::ServerGone => "the earlier machine has no server",
             Self::OutOfService => "the earlier machine is already out of service",
-            Self::Silent => "the host cannot be reached",
-            Self::GivenUp => "no last backup; the operator stopped waiting for it",
+            Self::Unreachable => "the host cannot be reached",
+            Self::GivenUp => "no final backup; the operator stopped waiting for it",
         }
     }
 }
 
 /// Whether an operator has chosen the snapshot. If so, the host is not called again.
-pub fn is_answered(held: &HeldOperation<'_>) -> bool {
-    held.facts().contains_key(ANSWERED)
+pub fn is_snapshot_chosen(held: &HeldOperation<'_>) -> bool {
+    held.facts().contains_key(SNAPSHOT_CHOSEN)
 }
 
-/// Continues without a final backup, or asks the operator which snapshot to restore.
+/// Continues without a final backup, or waits until an operator chooses the snapshot to restore.
 ///
 /// # Errors
 /// [`StepError`] if the database fails, the operation is no longer held, or the store cannot be searched for a newer
 /// snapshot.
-pub async fn pass_over(
+pub async fn skip_host(
     held: &HeldOperation<'_>,
     machine: &MachineRow,
     progress: &LastBackupProgress,
@@ -74,12 +74,17 @@ pub async fn pass_over(
     let chosen = held.machine().await?.restore_snapshot;
     let suffix = match &chosen {
         Some(key) if *key == newer.key => {
-            format!("; the new machine begins with {stored}, which was not the latest")
+            format!("; the new machine is restored from {stored}, which was not the latest")
         }
-        None if !is_answered(held) => {
+        None if !is_snapshot_chosen(held) => {
             let detail = question(held, machine, reason, &newer, &latest);
             let (snapshot, facts) = (Some(newer.key), progress.facts(held));
-            return Ok(StepOutcome::Ask(Question { code: NEWER_SNAPSHOT, detail, snapshot, facts }));
+            return Ok(StepOutcome::NeedsDecision(Question {
+                code: NEWER_SNAPSHOT,
+                detail,
+                snapshot,
+                facts,
+            }));
         }
         _ => {
             held.record_unrestored(newer.key.clone()).await?;
@@ -109,7 +114,7 @@ fn question(
 ) -> String {
     let (operation, key) = (held.operation.id, &newer.key);
     format!(
-        "No last backup of {}: {}. It stored a snapshot of {} that was not made the latest ({key}); the latest is {latest}. \
+        "No final backup of {}: {}. It stored a snapshot of {} that was not made the latest ({key}); the latest is {latest}. \
          `svcctl operation continue {operation} --snapshot {key}` restores the newer one to the new machine, with \
          `--accept-loss` it restores the latest, and the newer one stays in the store; `svcctl operation abandon {operation}` \
          abandons the operation.",
@@ -131,13 +136,13 @@ fn skip_backup(
     let (note, record) = match reason {
         SkipReason::OutOfService => (why.to_owned(), StepRecord::Nothing),
         SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), StepRecord::Nothing),
-        SkipReason::Silent | SkipReason::GivenUp if accepts_loss => (
+        SkipReason::Unreachable | SkipReason::GivenUp if accepts_loss => (
             format!(
-                "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
+                "no final backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
             ),
             StepRecord::LossAccepted { machine: id, since },
         ),
-        SkipReason::Silent | SkipReason::GivenUp => (
+        SkipReason::Unreachable | SkipReason::GivenUp => (
             format!("{why}; only its server holds what was written since the newest copy, which is {saved}"),
             StepRecord::Unsaved { machine: id, since },
         ),

@@ -59,7 +59,7 @@ impl OwnedChild {
     }
 
     /// Like [`Self::wait`], without blocking the thread.
-    pub async fn ended(&mut self, timeout: Duration) -> Option<ExitStatus> {
+    pub async fn wait_for_exit(&mut self, timeout: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + timeout;
         loop {
             let status = self.status();

@@ -1,6 +1,6 @@
 //! Copies of a prepared cluster: `initdb` costs half a second of computing, and the tests start hundreds of servers.
 //!
-//! A copy gets a system identifier of its own, because backups and restores tell databases apart by it. It is recorded
+//! A copy gets its own system identifier, because backups and restores distinguish databases by it. It is recorded
 //! in `pg_control`, which ends with a checksum, and in the first page of each WAL segment.
 
 use std::fs::{self, File};

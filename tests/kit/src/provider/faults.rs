@@ -21,7 +21,7 @@ pub enum Fault {
     SlowReply { ms: u64 },
     /// Accepted; its action ends as an error, without effect.
     ActionError,
-    /// Neither executed nor answered, until the caller gives up.
+    /// Neither executed nor handled, until the caller gives up.
     Timeout,
 }
 

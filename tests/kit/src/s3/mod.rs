@@ -249,7 +249,7 @@ impl S3Server {
         self.listener.drain(DRAIN_TIMEOUT).await.context("wait for the store's clients")
     }
 
-    /// All requests that were answered or cut so far, in order of completion; at most 100,000.
+    /// All requests that were handled or cut so far, in order of completion; at most 100,000.
     pub fn requests(&self) -> Vec<RequestRecord> {
         self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

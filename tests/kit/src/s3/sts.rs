@@ -56,8 +56,8 @@ impl S3Route for Sts {
             self.assume(&form)
         };
         Ok(match result {
-            Ok(session) => response(StatusCode::OK, session_xml(&session)),
-            Err(error) => response(error.status, error_xml(&error)),
+            Ok(session) => xml_response(StatusCode::OK, session_xml(&session)),
+            Err(error) => xml_response(error.status, error_xml(&error)),
         })
     }
 }
@@ -134,7 +134,7 @@ fn error_xml(error: &StsError) -> String {
     )
 }
 
-fn response(status: StatusCode, xml: String) -> S3Response<Body> {
+fn xml_response(status: StatusCode, xml: String) -> S3Response<Body> {
     let mut response = S3Response::new(Body::from(xml));
     response.status = Some(status);
     response.headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/xml"));

@@ -183,8 +183,8 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
     })
     .await?;
     let kept = stack.slot.snapshots(&stack.store).len();
-    ensure!(kept > snapshots, "{kept} snapshots after {snapshots}: the last backup is missing");
-    Ok(((), format!("last backup taken, soft-deleted, server deleted, {kept} snapshots kept")))
+    ensure!(kept > snapshots, "{kept} snapshots after {snapshots}: the final backup is missing");
+    Ok(((), format!("final backup taken, soft-deleted, server deleted, {kept} snapshots kept")))
 }
 
 pub async fn check_owner_gets_503(stack: &Stack) -> Result<((), String)> {

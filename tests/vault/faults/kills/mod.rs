@@ -60,7 +60,7 @@ impl Killer {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             let (begun, running) = (Instant::now(), spawn()?);
-            let ended = tokio::task::spawn_blocking(move || running.end()).await??;
+            let ended = tokio::task::spawn_blocking(move || running.wait()).await??;
             if is_locked_out(&ended) && begun < deadline {
                 continue;
             }
@@ -75,7 +75,7 @@ impl Killer {
         let part = self.rng.below(1050) as u32;
         tokio::time::sleep(self.span * part / 1000).await;
         running.signal(Signal::SIGKILL)?;
-        let ended = tokio::task::spawn_blocking(move || running.end()).await??;
+        let ended = tokio::task::spawn_blocking(move || running.wait()).await??;
         match (ended.signal, ended.code) {
             (Some(9), _) => self.kills += 1,
             (_, Some(0)) => {}

@@ -29,23 +29,23 @@ struct Registrations {
 
 struct Entry {
     body: String,
-    answers: u64,
+    responses: u64,
 }
 
 type SharedRegistrations = Arc<Mutex<Registrations>>;
 
-async fn answer(State(registrations): State<SharedRegistrations>, body: String) -> Response {
+async fn respond(State(registrations): State<SharedRegistrations>, body: String) -> Response {
     let mut book = registrations.lock().unwrap_or_else(PoisonError::into_inner);
     let machine = serde_json::from_str::<Value>(&body).ok();
     let machine =
         machine.and_then(|body| Some(body.get("machineId")?.as_str()?.to_owned())).unwrap_or_default();
-    let entry = book.accepted.entry(machine).or_insert_with(|| Entry { body: body.clone(), answers: 0 });
+    let entry = book.accepted.entry(machine).or_insert_with(|| Entry { body: body.clone(), responses: 0 });
     if entry.body != body {
         book.refused += 1;
         let problem = json!({"code": "registration_rejected", "detail": "The token was used."});
         return (StatusCode::UNAUTHORIZED, Json(problem)).into_response();
     }
-    entry.answers += 1;
+    entry.responses += 1;
     Json(json!({"status": "running", "epoch": 1})).into_response()
 }
 
@@ -63,7 +63,7 @@ impl Campaign {
         let registrations = SharedRegistrations::default();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
-        let app = Router::new().route("/vps/register", post(answer)).with_state(Arc::clone(&registrations));
+        let app = Router::new().route("/vps/register", post(respond)).with_state(Arc::clone(&registrations));
         tokio::spawn(async move { axum::serve(listener, app).await });
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
         let listen: SocketAddr = gateway(&machine).await?;
@@ -87,9 +87,9 @@ impl Campaign {
             .map(|_| ())
     }
 
-    fn answers(&self, id: &str) -> u64 {
+    fn responses(&self, id: &str) -> u64 {
         let book = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
-        book.accepted.get(id).map_or(0, |entry| entry.answers)
+        book.accepted.get(id).map_or(0, |entry| entry.responses)
     }
 
     /// Checks that the files are complete, and that none claims a registration that did not happen.
@@ -119,13 +119,13 @@ impl Campaign {
 
     async fn succeed(&mut self, id: &str) -> Result<()> {
         let ended = self.spawn()?;
-        let ended = tokio::task::spawn_blocking(move || ended.end()).await??.expect(0);
+        let ended = tokio::task::spawn_blocking(move || ended.wait()).await??.expect(0);
         self.check_state(id)?;
-        let answers = self.answers(id);
-        ensure!(answers > 0, "not registered:\n{}", ended.stderr);
+        let responses = self.responses(id);
+        ensure!(responses > 0, "not registered:\n{}", ended.stderr);
         let again = self.spawn()?;
-        tokio::task::spawn_blocking(move || again.end()).await??.expect(0);
-        ensure!(self.answers(id) == answers, "a registered machine does not register again");
+        tokio::task::spawn_blocking(move || again.wait()).await??.expect(0);
+        ensure!(self.responses(id) == responses, "a registered machine does not register again");
         Ok(())
     }
 }
@@ -172,7 +172,7 @@ async fn false_registration_ledger_is_detected() -> Result<()> {
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
     assert!(campaign.check_state(&id).is_err(), "nothing was accepted");
     let book = || Registrations {
-        accepted: BTreeMap::from([(id.clone(), Entry { body: "{}".to_owned(), answers: 1 })]),
+        accepted: BTreeMap::from([(id.clone(), Entry { body: "{}".to_owned(), responses: 1 })]),
         refused: 0,
     };
     *campaign.registrations.lock().unwrap() = book();

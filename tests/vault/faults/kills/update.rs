@@ -53,7 +53,7 @@ impl Campaign {
             self.check_state(&to)?;
         }
         let running = self.stage.spawn(&APPLY)?;
-        let check_completed = tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+        let check_completed = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
         self.check_completed(&to).with_context(|| check_completed.stderr)?;
         // Archives already served are removed: two hundred releases are several hundred megabytes.
         self.stage.source.put(&format!("/{to}/svc-host-bundle.tar.gz"), None);

@@ -21,14 +21,14 @@ struct ExpectedRun {
     /// The stage in the line of `backup.jsonl`.
     stage: &'static str,
     /// Part of the line's error.
-    says: &'static str,
+    expected_error: &'static str,
 }
 
 /// The snapshot succeeds, and the pointer names it.
-const SUCCESS: ExpectedRun = ExpectedRun { exit: 0, stage: "done", says: "" };
+const SUCCESS: ExpectedRun = ExpectedRun { exit: 0, stage: "done", expected_error: "" };
 
 fn unavailable(stage: &'static str) -> ExpectedRun {
-    ExpectedRun { exit: 69, stage, says: "the object store failed at" }
+    ExpectedRun { exit: 69, stage, expected_error: "the object store failed at" }
 }
 
 fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
@@ -58,20 +58,20 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             unavailable("pointer"),
         ),
         ("the pointer is not moved", one(moves(Fault::Status(500)).always()), unavailable("pointer")),
-        ("no answer to the pointer's claim, ever", one(claims(Fault::LostReply).always()), SUCCESS),
+        ("no response to the pointer's claim, ever", one(claims(Fault::LostReply).always()), SUCCESS),
         (
             "an error after the pointer's claim, ever",
             one(claims(Fault::StatusAfterCommit(500)).always()),
             SUCCESS,
         ),
-        ("no answer to the completion, ever", one(completes(Fault::LostReply).always()), SUCCESS),
-        ("no answer to the side record", one(side(Fault::LostReply).times(3)), SUCCESS),
+        ("no response to the completion, ever", one(completes(Fault::LostReply).always()), SUCCESS),
+        ("no response to the side record", one(side(Fault::LostReply).times(3)), SUCCESS),
         (
-            "no answer to the side record, ever",
+            "no response to the side record, ever",
             one(side(Fault::LostReply).always()),
             unavailable("sideRecord"),
         ),
-        ("no answer to the pointer's move, ever", one(moves(Fault::LostReply).always()), SUCCESS),
+        ("no response to the pointer's move, ever", one(moves(Fault::LostReply).always()), SUCCESS),
         (
             "an error after the pointer's move, ever",
             one(moves(Fault::StatusAfterCommit(500)).always()),
@@ -90,7 +90,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             ExpectedRun {
                 exit: 69,
                 stage: "pointer",
-                says: "the pointer was changed by other writers 16 times in a row",
+                expected_error: "the pointer was changed by other writers 16 times in a row",
             },
         ),
         ("another ETag of a part", one(parts(Fault::WrongEtag)), unavailable("upload")),
@@ -106,29 +106,29 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             ExpectedRun {
                 exit: 69,
                 stage: "pointer",
-                says: "the pointer was changed by other writers 16 times in a row",
+                expected_error: "the pointer was changed by other writers 16 times in a row",
             },
         ),
         (
             "the clock is wrong",
             one(rule(clock).always()),
-            ExpectedRun { exit: 69, stage: "gate", says: "because of this machine's clock" },
+            ExpectedRun { exit: 69, stage: "gate", expected_error: "because of this machine's clock" },
         ),
         ("credentials expired", Disruption::Done(|scene| scene.store.expire_sessions()), SUCCESS),
         (
             "credentials expired, and no others",
             Disruption::Done(expired_and_no_others),
-            ExpectedRun { exit: 69, stage: "gate", says: "" },
+            ExpectedRun { exit: 69, stage: "gate", expected_error: "" },
         ),
         (
             "credentials revoked at the store",
             Disruption::Done(revoked),
-            ExpectedRun { exit: 69, stage: "gate", says: "the object store refused access" },
+            ExpectedRun { exit: 69, stage: "gate", expected_error: "the object store refused access" },
         ),
         (
             "credentials withdrawn by the platform",
             Disruption::Done(replaced),
-            ExpectedRun { exit: 77, stage: "gate", says: "this machine has been replaced" },
+            ExpectedRun { exit: 77, stage: "gate", expected_error: "this machine has been replaced" },
         ),
     ]
 }
@@ -139,7 +139,7 @@ fn assert_recorded(machine: &Machine, end: &ExpectedRun) -> Result<()> {
     let status = if end.exit == 0 { "success" } else { "error" };
     ensure!((&line["status"], &line["stage"]) == (&status.into(), &end.stage.into()), "{line}");
     let error = line["error"].as_str().unwrap_or_default();
-    ensure!(error.contains(end.says) && error.is_empty() == (end.exit == 0), "{line}");
+    ensure!(error.contains(end.expected_error) && error.is_empty() == (end.exit == 0), "{line}");
     let last: serde_json::Value =
         serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     ensure!(last == line, "last-backup.json is {last}");

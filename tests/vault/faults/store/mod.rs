@@ -48,7 +48,7 @@ impl FaultScene {
             }
         };
         let running = run()?;
-        let ended = tokio::task::spawn_blocking(move || running.end()).await??;
+        let ended = tokio::task::spawn_blocking(move || running.wait()).await??;
         ensure!(hits.iter().all(|hits| hits.hits() > 0), "the fault was not triggered:\n{}", ended.stderr);
         self.heal().await?;
         Ok(ended)

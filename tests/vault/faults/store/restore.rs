@@ -35,7 +35,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
         ("the side record is not read", one(side(Fault::Status(500)).always()), UNAVAILABLE),
         ("the HEAD of the dump fails", one(head(Fault::Status(503)).always()), UNAVAILABLE),
         ("the dump is not read", one(dump(Fault::Status(503)).always()), NO_DUMP),
-        ("the answer with the dump is lost", one(dump(Fault::LostReply).times(2)), OPEN),
+        ("the response with the dump is lost", one(dump(Fault::LostReply).times(2)), OPEN),
         ("the pointer breaks off", one(pointer(Fault::TruncateBody(20))), OPEN),
         ("the pointer always breaks off", one(pointer(Fault::TruncateBody(20)).always()), UNAVAILABLE),
         ("the side record breaks off", one(side(Fault::TruncateBody(20)).times(2)), OPEN),
@@ -79,13 +79,13 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     witness.check()?;
     let table = table();
     let rows = table.len() as u64;
-    for (name, spoil, (exit, says)) in table {
+    for (name, spoil, (exit, expected_error)) in table {
         let ended = scene
             .run_disrupted(spoil, || scene.machine.spawn(&["svc-restore"], SHORT))
             .await
             .context(name)?;
         assert_eq!(ended.code, Some(exit), "{name}: {}", ended.stderr);
-        ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
+        ensure!(ended.stderr.contains(expected_error), "{name}: {}", ended.stderr);
         witness.check().context(name)?;
         if exit == 0 {
             assert!(scene.machine.marker() && is_restored(&scene.machine).await?, "{name}");

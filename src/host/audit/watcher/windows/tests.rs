@@ -104,10 +104,10 @@ proptest! {
                     let mut expected: Vec<&str> = (0..3).filter(|of| running[*of] > 0).map(|of| names[of]).collect();
                     prop_assert_eq!(entries.len(), usize::from(!expected.is_empty()));
                     for entry in entries {
-                        let mut said: Vec<String> = entry.agent_name.unwrap_or_default().split(", ").map(str::to_owned).collect();
-                        said.sort();
+                        let mut actual: Vec<String> = entry.agent_name.unwrap_or_default().split(", ").map(str::to_owned).collect();
+                        actual.sort();
                         expected.sort_unstable();
-                        prop_assert_eq!(&said, &expected);
+                        prop_assert_eq!(&actual, &expected);
                         prop_assert_eq!(entry.ambiguous, expected.len() > 1);
                     }
                 }

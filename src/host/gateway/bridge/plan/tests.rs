@@ -101,9 +101,9 @@ fn change() -> BoxedStrategy<Value> {
         value().prop_map(|id| json!({ "id": id })),
     ];
     (which, proptest::option::of(0..2000_u32), any::<bool>())
-        .prop_map(|(mut change, most, rows)| {
-            if let Some(most) = most {
-                change["maxAffected"] = most.into();
+        .prop_map(|(mut change, max, rows)| {
+            if let Some(max) = max {
+                change["maxAffected"] = max.into();
             }
             change["returning"] = rows.into();
             change

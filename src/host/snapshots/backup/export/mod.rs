@@ -27,7 +27,7 @@ pub use archive::write as write_archive;
 pub use home::send as send_home;
 
 /// Fail points of a run.
-pub const POINTS: &[&str] = &["export.begin", "export.dumped", "export.listed", "export.written"];
+pub const FAILPOINTS: &[&str] = &["export.begin", "export.dumped", "export.listed", "export.written"];
 /// Maximum time for the process that reads the home to exit once the archive is written.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -1,4 +1,4 @@
-//! Reads what copying rows needs to know of a database's tables.
+//! Reads the properties of a database's tables that copying rows depends on.
 
 use tokio_postgres::{Error, GenericClient};
 

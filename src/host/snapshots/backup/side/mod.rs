@@ -37,7 +37,7 @@ use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_store::snapshots;
 
 /// Fail points of a run.
-pub const POINTS: &[&str] = &[
+pub const FAILPOINTS: &[&str] = &[
     "side.begin",
     "side.cleaned",
     "side.downloaded",
@@ -79,7 +79,7 @@ enum SideError {
         "the snapshot of the current database, which is taken first, failed: {why}\n  next: copy without it (--no-backup)"
     )]
     Save { exit: Exit, why: String },
-    #[error("the platform has stopped this machine's writers for a last backup; nothing is copied")]
+    #[error("the platform has stopped this machine's writers for a final backup; nothing is copied")]
     Quiesced,
     #[error(transparent)]
     Copy(#[from] CopyError),

@@ -20,7 +20,7 @@ pub struct Column {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     #[error(
-        "{table} has no primary key, so its rows cannot be told apart\n  next: mode replace puts the snapshot's rows in the \
+        "{table} has no primary key, so its rows cannot be distinguished\n  next: mode replace puts the snapshot's rows in the \
          place of all that are there"
     )]
     NoPrimaryKey { table: String },

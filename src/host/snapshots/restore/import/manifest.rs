@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn compare_accepts_the_same_entries_in_order_alone() {
+    fn compare_accepts_same_entries_only_in_order() {
         let entries = [listed("home/a"), listed("home/b")];
         let seen = entries.each_ref().map(entry_digest);
         compare(manifest(&entries).as_bytes(), &seen).unwrap();

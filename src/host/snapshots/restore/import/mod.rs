@@ -42,7 +42,7 @@ use steps::Step;
 pub use steps::{StepArgs, run_step};
 
 /// Fail points of a run.
-pub const POINTS: &[&str] = &[
+pub const FAILPOINTS: &[&str] = &[
     "import.begin",
     "import.checked",
     "import.staged",

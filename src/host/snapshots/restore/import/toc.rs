@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn select_takes_tables_and_leaves_out_rights() {
+    fn select_includes_tables_and_omits_privileges() {
         let listing = ";\n; Archive created at 2026-11-23\n;     TOC Entries: 12\n;\n\
             6; 2615 16385 SCHEMA - app_notes postgres\n\
             5; 2615 2200 SCHEMA - public pg_database_owner\n\

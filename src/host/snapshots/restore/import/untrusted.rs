@@ -25,7 +25,7 @@ use crate::system::postgres_tools::PgTools;
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
-use svc_base::quantity::counted;
+use svc_base::quantity::pluralize;
 use svc_base::untrusted_text;
 use svc_http::problem::chain;
 use svc_store::snapshot::SideRecord;
@@ -268,10 +268,10 @@ async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedE
 fn warn_not_imported(side: &SideRecord) {
     let others = side.roles.iter().filter(|role| !role.starts_with("app_")).count();
     if others > 0 {
-        tracing::warn!("not kept by the import: {} that belong to no app", counted(others as u64, "role"));
+        tracing::warn!("not kept by the import: {} that belong to no app", pluralize(others as u64, "role"));
     }
     let settings = side.database.as_ref().map_or(0, |facts| facts.settings.len());
     if settings > 0 {
-        tracing::warn!("not kept by the import: {} of the database", counted(settings as u64, "setting"));
+        tracing::warn!("not kept by the import: {} of the database", pluralize(settings as u64, "setting"));
     }
 }

@@ -16,7 +16,7 @@ use super::{fixture, fixture_with, pattern};
 const PART_BYTES: usize = 5 * 1024 * 1024;
 
 #[tokio::test]
-async fn objects_are_read_back_whole_and_in_ranges() -> Result<()> {
+async fn objects_are_read_back_in_full_and_in_ranges() -> Result<()> {
     let fixture = fixture()?;
     for len in [0, 1, 64 * 1024, 64 * 1024 + 1, 3_000_000] {
         let content = pattern(len);

@@ -46,11 +46,11 @@ impl BridgeResponse {
     }
 
     /// Combines the responses of a transaction.
-    pub fn all(answers: &[Self]) -> Bytes {
-        let size: usize = answers.iter().map(|answer| answer.body.len() + 1).sum();
+    pub fn all(responses: &[Self]) -> Bytes {
+        let size: usize = responses.iter().map(|response| response.body.len() + 1).sum();
         let mut body = BytesMut::with_capacity(size + 16);
         body.put_slice(b"{\"data\":");
-        put_list(&mut body, answers.iter().map(|answer| answer.body.as_ref()));
+        put_list(&mut body, responses.iter().map(|response| response.body.as_ref()));
         body.put_u8(b'}');
         body.freeze()
     }
@@ -135,7 +135,7 @@ pub async fn execute(
 ) -> Result<BridgeResponse, Problem> {
     let PreparedPlan { plan, statements } = prepared;
     let executor = Executor { connection, context: ErrorContext::for_plan(plan) };
-    let answer = match (plan, statements.as_slice()) {
+    let response = match (plan, statements.as_slice()) {
         (Plan::Insert(sql), [statement]) => {
             let rows = executor.query_rows(statement, sql).await?;
             let row = rows.first().ok_or_else(refusal::missing_row)?;
@@ -166,9 +166,9 @@ pub async fn execute(
     }?;
     // The plan bounds a single response, and a write outside a transaction is already committed.
     if mode == ExecutionMode::InTransaction {
-        budget.claim(answer.body.len())?;
+        budget.claim(response.body.len())?;
     }
-    Ok(answer)
+    Ok(response)
 }
 
 impl Executor<'_> {
@@ -200,25 +200,25 @@ impl Executor<'_> {
         fallback: Option<(&Sql, &Statement)>,
         mode: ExecutionMode,
     ) -> Result<BridgeResponse, Problem> {
-        let answer = |rows: Vec<Row>| match rows.first() {
+        let response = |rows: Vec<Row>| match rows.first() {
             Some(row) => self.row_json(row).map(|row| Some(BridgeResponse::ok(wrap_data(row)))),
             None => Ok(None),
         };
         let first = || self.query_rows(write.1, write.0);
         let Some((sql, statement)) = fallback else {
-            return answer(first().await?)?.ok_or_else(refusal::missing_row);
+            return response(first().await?)?.ok_or_else(refusal::missing_row);
         };
         let second = || self.query_rows(statement, sql);
         if mode == ExecutionMode::InTransaction {
             let (created, found) = try_join(first(), second()).await?;
-            return answer(created)?.or(answer(found)?).ok_or_else(refusal::concurrent_change);
+            return response(created)?.or(response(found)?).ok_or_else(refusal::concurrent_change);
         }
         for _ in 0..MAX_UPSERT_ATTEMPTS {
-            if let Some(answer) = answer(first().await?)? {
-                return Ok(answer);
+            if let Some(response) = response(first().await?)? {
+                return Ok(response);
             }
-            if let Some(answer) = answer(second().await?)? {
-                return Ok(answer);
+            if let Some(response) = response(second().await?)? {
+                return Ok(response);
             }
         }
         Err(refusal::concurrent_change())
