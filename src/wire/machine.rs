@@ -146,7 +146,7 @@ pub struct Health {
 }
 
 /// The disk of a host.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Disk {
@@ -185,7 +185,7 @@ pub struct BootProgress {
 }
 
 /// A problem that a host reports for a person.
-#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct Attention {
     pub code: String,

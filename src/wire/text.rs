@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use std::ops::Deref;
 
 use jiff::Timestamp;
+use jiff::civil::Date;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
@@ -129,6 +130,16 @@ impl<T: TextForm> JsonSchema for Text<T> {
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         T::text_schema()
+    }
+}
+
+impl TextForm for Date {
+    fn to_text(&self) -> String {
+        self.to_string()
+    }
+
+    fn text_schema() -> Schema {
+        json_schema!({ "type": "string", "format": "date" })
     }
 }
 

@@ -45,7 +45,7 @@ const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 const PACKAGES: [(&str, &[&str]); 9] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "wire"]),
-    ("host", &["base", "http", "machine", "store"]),
+    ("host", &["base", "http", "machine", "store", "wire"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),
     ("platform", &["base", "http", "machine", "provider", "store", "wire"]),

@@ -7,17 +7,17 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::header::{CACHE_CONTROL, HeaderValue};
 use jiff::Timestamp;
-use secrecy::{ExposeSecret, SecretString};
+use secrecy::SecretString;
 use serde_json::{Value, json};
 
 use super::attention;
 use super::call::{ApiCall, AuthenticatedHost, path_id};
-use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json, image_version};
+use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json};
 use super::heal;
 use super::mutation::{self, AuditChange};
 use super::register::{self, HostRegistration};
 use crate::context::Platform;
-use crate::db::machine_changes::{self, Heartbeat, TrustedKeys};
+use crate::db::machine_changes;
 use crate::db::machine_row::MachineRow;
 use crate::db::machine_server;
 use crate::db::upgrade_token;
@@ -30,40 +30,32 @@ use http::Method;
 use svc_base::failpoint;
 use svc_base::untrusted_text;
 use svc_http::fields::Fields;
-use svc_http::openapi::{
-    Operation, any_text, array, boolean, count, extensible, fields, matching, nullable, object, one_of,
-    schema_of, text, uuid,
-};
+use svc_http::openapi::{Operation, extensible, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
+use svc_http::proof::ProofKey;
 use svc_machine::epoch::{Epoch, MAX_EPOCH};
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::MAX_KEYS;
+use svc_wire::heartbeat::{
+    self as wire, ComponentHealth, Heartbeat, HeartbeatResponse, MAX_PROOF_KIDS, MAX_TRUSTED_KEYS,
+    TrustedKeyIds,
+};
 use svc_wire::host::{
     ComponentStatus, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks,
     UpdateOutcome,
 };
-use svc_wire::machine::{self as wire, Disk, Health};
+use svc_wire::machine::{self, Disk, Health};
 
-/// Maximum number of proof keys that a host acknowledges.
-const MAX_PROOF_KIDS: usize = 16;
+// A host trusts the keys of one set.
+const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
+/// A heartbeat whose fields have been checked, with their texts bounded and printable.
 struct HeartbeatReport {
-    image_version: ImageVersion,
-    health: Value,
-    is_healthy: bool,
-    last_backup: Option<Value>,
-    last_update: Option<Value>,
-    checks: Option<Value>,
-    updating: bool,
-    /// Items that need attention.
-    attention: Value,
+    sent: Heartbeat,
     /// When the reported verified snapshot was taken.
     backup_taken_at: Option<Timestamp>,
-    epoch: Epoch,
-    proof_kids: Vec<String>,
-    trusted_keys: Option<TrustedKeys>,
     /// The registration that the platform accepted.
     registration: Option<HostRegistration>,
 }
@@ -89,23 +81,11 @@ pub async fn handle(
     };
     let holds_slot_in_store = holds_slot_in_store(&platform, machine, &report).await?;
     let superseded = !machine.is_active() && stopped_for.is_none() && !holds_slot_in_store;
-    let epoch = report.epoch;
-    let is_healthy = report.is_healthy;
+    let epoch = report.sent.epoch;
+    let is_healthy = report.sent.health.is_ok();
     if !superseded {
         let session = platform.host_db.session().await?;
-        let heartbeat = Heartbeat {
-            image_version: &report.image_version,
-            health: &report.health,
-            last_backup: report.last_backup.as_ref(),
-            last_update: report.last_update.as_ref(),
-            checks: report.checks.as_ref(),
-            updating: report.updating,
-            attention: &report.attention,
-            backup_taken_at: report.backup_taken_at,
-            proof_kids: &report.proof_kids,
-            trusted_keys: report.trusted_keys.as_ref(),
-        };
-        machine_changes::record_heartbeat(&session, id, &heartbeat).await?;
+        machine_changes::record_heartbeat(&session, id, &report.columns()).await?;
         // The host runs although a power-off was ordered, so its data is unsaved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
             machine_server::record_power_on_in_slot(&session, id).await?;
@@ -123,20 +103,20 @@ pub async fn handle(
     let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
     drop(session);
-    let mut body = json!({
-        "desiredImageVersion": report.image_version,
-        "epoch": machine.epoch,
-        "superseded": superseded,
-        "proofKeys": keys,
-        "quiesce": stopped_for,
-    });
-    if let Some(desired) = desired {
-        body["desiredImageVersion"] = desired.image_version.into();
-        body["desiredRequestId"] = desired.request_id.into();
-    }
-    if let Some(token) = next_token.filter(|_| !superseded && machine.is_active()) {
-        body["nextToken"] = token.expose_secret().into();
-    }
+    let (desired_image_version, desired_request_id) = match desired {
+        Some(desired) => (desired.image_version, Some(desired.request_id)),
+        None => (report.sent.image_version, None),
+    };
+    let keys = keys.keys.into_iter().map(|ProofKey { kid, x }| wire::ProofKey { kid, x });
+    let body = HeartbeatResponse {
+        desired_image_version: Some(desired_image_version),
+        epoch: Some(machine.epoch),
+        superseded,
+        proof_keys: Some(wire::ProofKeys { keys: keys.collect() }),
+        quiesce: stopped_for.map(Into::into),
+        desired_request_id,
+        next_token: next_token.filter(|_| !superseded && machine.is_active()),
+    };
     let mut response = Json(body).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)
@@ -186,8 +166,8 @@ async fn advance_token(
     let change = AuditChange {
         action: "token.taken_up",
         target: id.to_string(),
-        before: Some(json!(wire::UpgradeToken::from(&before))),
-        after: Some(json!(wire::UpgradeToken::from(&after))),
+        before: Some(json!(machine::UpgradeToken::from(&before))),
+        after: Some(json!(machine::UpgradeToken::from(&after))),
     };
     mutation::write_audit(&tx, &format!("machine:{id}"), &change).await?;
     failpoint::pass("token-take-up-before-commit").map_err(|error| Problem::internal(&error))?;
@@ -218,7 +198,8 @@ async fn holds_slot_in_store(
             }
         }
     }
-    if report.epoch <= machine.epoch || report.epoch > machine.epoch.max_plausible() {
+    let epoch = report.sent.epoch;
+    if epoch <= machine.epoch || epoch > machine.epoch.max_plausible() {
         return Ok(false);
     }
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
@@ -273,19 +254,44 @@ pub async fn read_body(body: Vec<u8>) -> Result<Value, Problem> {
     let json = http::HeaderValue::from_static("application/json");
     request.headers_mut().insert(http::header::CONTENT_TYPE, json);
     let report = parse_report(&ApiCall::read(request).await?)?;
+    let sent = &report.sent;
     Ok(json!({
-        "imageVersion": report.image_version,
-        "health": report.health,
-        "lastBackup": report.last_backup,
-        "lastUpdate": report.last_update,
-        "checks": report.checks,
-        "updating": report.updating,
-        "attention": report.attention,
+        "imageVersion": sent.image_version,
+        "health": report.stored_health(),
+        "lastBackup": sent.last_backup,
+        "lastUpdate": sent.last_update,
+        "checks": sent.checks,
+        "updating": sent.updating,
+        "attention": sent.attention,
         "backupTakenAt": report.backup_taken_at.map(svc_base::clock::rfc3339_ms),
-        "epoch": report.epoch,
-        "proofKids": report.proof_kids,
+        "epoch": sent.epoch,
+        "proofKids": sent.proof_kids,
         "hasRegistration": report.registration.is_some(),
     }))
+}
+
+impl HeartbeatReport {
+    /// What the platform stores of it.
+    fn columns(&self) -> machine_changes::Heartbeat<'_> {
+        let sent = &self.sent;
+        machine_changes::Heartbeat {
+            image_version: &sent.image_version,
+            health: self.stored_health(),
+            last_backup: sent.last_backup.as_ref().map(|report| json!(report)),
+            last_update: sent.last_update.as_ref().map(|report| json!(report)),
+            checks: sent.checks.as_ref().map(|report| json!(report)),
+            updating: sent.updating,
+            attention: json!(sent.attention),
+            backup_taken_at: self.backup_taken_at,
+            proof_kids: &sent.proof_kids,
+            trusted_keys: sent.trusted_keys.as_ref(),
+        }
+    }
+
+    fn stored_health(&self) -> Value {
+        let ComponentHealth { gateway, database } = self.sent.health.clone();
+        json!(Health { gateway, database, disk: self.sent.disk })
+    }
 }
 
 fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
@@ -303,30 +309,28 @@ fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let trusted_keys = trusted_keys(&mut fields);
     let registration = registration(&mut fields);
     let built = (|| {
-        let ((gateway, database), disk, epoch) = (health?, disk?, epoch?);
         let (last_backup, backup_taken_at) = last_backup.unzip();
-        let backup_taken_at = backup_taken_at.flatten();
-        Some(HeartbeatReport {
+        let sent = Heartbeat {
             image_version: image_version?,
-            is_healthy: (gateway, database) == (ComponentStatus::Ok, ComponentStatus::Ok),
-            health: json!(Health { gateway: gateway.into(), database: database.into(), disk: Some(disk) }),
+            epoch: epoch?,
+            health: health?,
+            disk: Some(disk?),
             last_backup,
             last_update,
             checks,
             updating,
             attention,
-            backup_taken_at,
-            epoch,
             proof_kids,
             trusted_keys,
-            registration,
-        })
+            registration: registration.as_ref().map(|registration| registration.sent.clone()),
+        };
+        Some(HeartbeatReport { sent, backup_taken_at: backup_taken_at.flatten(), registration })
     })();
     fields.finish(built)
 }
 
 /// The ids of the keys whose signatures on releases the host accepts.
-fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeys> {
+fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     let mut inner = fields.optional_nested("trustedKeys")?;
     let sequence = inner.required_number("sequence").map(u32::try_from);
     if matches!(sequence, Some(Err(_))) {
@@ -335,13 +339,13 @@ fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeys> {
     if !inner.has("ids") {
         inner.wrong("ids", "is required");
     }
-    let ids = inner.strings("ids", MAX_KEYS);
+    let ids = inner.strings("ids", MAX_TRUSTED_KEYS);
     let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
     if !ids.iter().all(is_id) {
         inner.wrong("ids", "must each have 16 hexadecimal digits");
     }
     fields.close(inner);
-    Some(TrustedKeys { sequence: sequence?.ok()?, ids })
+    Some(TrustedKeyIds { sequence: sequence?.ok()?, ids })
 }
 
 fn registration(fields: &mut Fields) -> Option<HostRegistration> {
@@ -351,11 +355,12 @@ fn registration(fields: &mut Fields) -> Option<HostRegistration> {
     registration
 }
 
-fn health(fields: &mut Fields) -> Option<(ComponentStatus, ComponentStatus)> {
+fn health(fields: &mut Fields) -> Option<ComponentHealth> {
     let mut inner = fields.nested("health")?;
-    let (gateway, database) = (inner.required("gateway"), inner.required("database"));
+    let gateway: Option<ComponentStatus> = inner.required("gateway");
+    let database: Option<ComponentStatus> = inner.required("database");
     fields.close(inner);
-    gateway.zip(database)
+    Some(ComponentHealth { gateway: gateway?.into(), database: database?.into() })
 }
 
 fn disk(fields: &mut Fields) -> Option<Disk> {
@@ -366,7 +371,7 @@ fn disk(fields: &mut Fields) -> Option<Disk> {
 }
 
 /// The report of the last backup, and when its snapshot was taken if it succeeded.
-fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
+fn last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<Outcome> = inner.required("status");
     let key = inner.reported("key");
@@ -383,11 +388,11 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
         size_bytes,
         error,
     };
-    Some((json!(report), taken_at.filter(|_| status == Outcome::Success)))
+    Some((report, taken_at.filter(|_| status == Outcome::Success)))
 }
 
 /// The report of the last update.
-fn last_update(fields: &mut Fields) -> Option<Value> {
+fn last_update(fields: &mut Fields) -> Option<LastUpdate> {
     let mut inner = fields.optional_nested("lastUpdate")?;
     let version: Option<ImageVersion> = inner.required("version");
     let outcome: Option<UpdateOutcome> = inner.required("outcome");
@@ -395,21 +400,21 @@ fn last_update(fields: &mut Fields) -> Option<Value> {
     let error = inner.reported("error");
     let at = inner.required_time("at");
     fields.close(inner);
-    Some(json!(LastUpdate {
+    Some(LastUpdate {
         version: version?.into(),
         outcome: outcome?.into(),
         stage: untrusted_text::bounded(&stage?),
         at: at?.into(),
         error,
-    }))
+    })
 }
 
 /// The report of the last snapshot checks, by kind.
-fn checks(fields: &mut Fields) -> Option<Value> {
+fn checks(fields: &mut Fields) -> Option<SnapshotChecks> {
     let mut inner = fields.optional_nested("checks")?;
     let checks = SnapshotChecks { verify: check(&mut inner, "verify"), drill: check(&mut inner, "drill") };
     fields.close(inner);
-    Some(json!(checks))
+    Some(checks)
 }
 
 fn check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
@@ -433,48 +438,129 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Receives a host's status and responds with its desired version, keys and token.",
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
-        body: Some(report_schema),
-        responses: &[documented_json(200, "The desired state of the host.", response_schema)],
+        body: Some(|| extensible(schema_of::<Heartbeat>())),
+        responses: &[documented_json(200, "The desired state of the host.", schema_of::<HeartbeatResponse>)],
         problems: &[Code::Forbidden, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),
 };
 
-fn report_schema() -> Value {
-    let word = || one_of(&["ok", "failing"]);
-    let kids = json!({ "type": "array", "items": any_text(), "maxItems": MAX_PROOF_KIDS });
-    let sequence = json!({ "type": "integer", "minimum": 0, "maximum": u32::MAX });
-    let key_ids = json!({ "type": "array", "items": matching("^[0-9A-Fa-f]{16}$"), "maxItems": MAX_KEYS });
-    extensible(fields(
-        &[
-            ("imageVersion", image_version()),
-            ("epoch", count()),
-            ("health", fields(&[("gateway", word()), ("database", word())], &[])),
-            ("disk", fields(&[("totalBytes", count()), ("freeBytes", count())], &[])),
-        ],
-        &[
-            ("lastBackup", schema_of::<LastBackup>()),
-            ("lastUpdate", schema_of::<LastUpdate>()),
-            ("checks", schema_of::<SnapshotChecks>()),
-            ("updating", boolean()),
-            ("attention", attention::attention_schema()),
-            ("proofKids", kids),
-            ("trustedKeys", fields(&[("sequence", sequence), ("ids", key_ids)], &[])),
-            ("registration", HostRegistration::schema()),
-        ],
-    ))
-}
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+    use http::header::CONTENT_TYPE;
 
-fn response_schema() -> Value {
-    let key = object(&[("kid", text()), ("x", text())], &[]);
-    object(
-        &[
-            ("desiredImageVersion", text()),
-            ("epoch", count()),
-            ("superseded", boolean()),
-            ("proofKeys", object(&[("keys", array(key))], &[])),
-            ("quiesce", nullable(uuid())),
-        ],
-        &[("desiredRequestId", text()), ("nextToken", text())],
-    )
+    use super::*;
+    use svc_wire::machine::Attention;
+    use svc_wire::registration::Registration;
+    use svc_wire::text::Time;
+
+    async fn parse(body: &Value) -> Result<HeartbeatReport, Problem> {
+        let request = Request::builder().header(CONTENT_TYPE, "application/json");
+        let request = request.body(Body::from(body.to_string())).unwrap();
+        parse_report(&ApiCall::read(request).await?)
+    }
+
+    fn at() -> Time {
+        Time::stored("2026-11-21T11:05:00.000Z")
+    }
+
+    /// A heartbeat with every field.
+    fn whole() -> Heartbeat {
+        let check = |status: Outcome| SnapshotCheck {
+            status: status.into(),
+            at: at(),
+            key: Some("k".to_owned()),
+            damaged: vec!["d".to_owned()],
+            error: Some("e".to_owned()),
+        };
+        Heartbeat {
+            image_version: "2026.11.1".parse().unwrap(),
+            epoch: Epoch(3),
+            health: ComponentHealth {
+                gateway: ComponentStatus::Ok.into(),
+                database: ComponentStatus::Failing.into(),
+            },
+            disk: Some(Disk { total_bytes: 9, free_bytes: 5 }),
+            last_backup: Some(LastBackup {
+                status: Outcome::Success.into(),
+                began_at: Some(at()),
+                key: Some("k".to_owned()),
+                taken_at: Some(at()),
+                size_bytes: Some(7),
+                error: Some("e".to_owned()),
+            }),
+            last_update: Some(LastUpdate {
+                version: "2026.11.1".parse::<ImageVersion>().unwrap().into(),
+                outcome: UpdateOutcome::RolledBack.into(),
+                stage: "health".to_owned(),
+                at: at(),
+                error: Some("e".to_owned()),
+            }),
+            checks: Some(SnapshotChecks {
+                verify: Some(check(Outcome::Success)),
+                drill: Some(check(Outcome::Error)),
+            }),
+            updating: true,
+            attention: vec![Attention { code: "snapshot_held".to_owned(), detail: "d".to_owned() }],
+            proof_kids: vec!["proof-1".to_owned()],
+            trusted_keys: Some(TrustedKeyIds { sequence: 2, ids: vec!["614c4b637b092e93".to_owned()] }),
+            registration: Some(Registration {
+                machine_id: MachineId::new(),
+                image_version: "2026.11.1".parse().unwrap(),
+                bundle_sha256: "ab".repeat(32),
+                tls_spki_sha256: "cd".repeat(32),
+                boot_ms: Some(5),
+            }),
+        }
+    }
+
+    #[tokio::test]
+    async fn parse_report_reads_every_field() {
+        let whole = whole();
+        let report = parse(&json!(whole)).await.unwrap();
+        assert_eq!(report.sent, whole);
+        assert_eq!(report.backup_taken_at, Some(at().parse().unwrap()));
+        assert!(report.registration.is_some());
+    }
+
+    #[tokio::test]
+    async fn parse_report_accepts_older_and_newer_hosts() {
+        let mut least = json!(whole());
+        let optional = [
+            "lastBackup",
+            "lastUpdate",
+            "checks",
+            "updating",
+            "attention",
+            "proofKids",
+            "trustedKeys",
+            "registration",
+        ];
+        for name in optional {
+            least.as_object_mut().unwrap().shift_remove(name);
+        }
+        least["someday"] = json!({ "new": 1 });
+        least["health"]["someday"] = json!(1);
+        let sent = parse(&least).await.unwrap().sent;
+        assert_eq!((sent.last_backup, sent.updating, sent.attention), (None, false, vec![]));
+        for name in optional {
+            least[name] = Value::Null;
+        }
+        assert!(parse(&least).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn parse_report_names_every_wrong_field() {
+        let mut wrong = json!(whole());
+        wrong["epoch"] = json!(u64::from(u32::MAX));
+        wrong["disk"] = Value::Null;
+        wrong["health"]["gateway"] = json!("well");
+        wrong["trustedKeys"]["ids"][0] = json!("x");
+        wrong["checks"]["drill"]["at"] = json!("soon");
+        let problem = parse(&wrong).await.err().unwrap();
+        let errors = problem.members["errors"].as_array().unwrap();
+        let named: Vec<_> = errors.iter().map(|error| error["pointer"].as_str().unwrap()).collect();
+        assert_eq!(named, ["/epoch", "/health/gateway", "/disk", "/checks/drill/at", "/trustedKeys/ids"]);
+    }
 }
