@@ -18,6 +18,7 @@ words!(
 pub struct Subscription {
     pub idp_user_id: Text<IdpUserId>,
     pub slot: Text<Slot>,
+    #[serde(default)]
     pub plan: Text<Plan>,
     pub status: Text<SubscriptionStatus>,
     pub current_period_end: Option<Time>,

@@ -49,11 +49,31 @@ impl<T> Text<T> {
         &self.text
     }
 
+    /// Whether the writer has sent it.
+    pub fn is_known(&self) -> bool {
+        self.text != UNKNOWN
+    }
+
     pub fn is(&self, value: impl Borrow<T>) -> bool
     where
         T: TextForm,
     {
         self.text == value.borrow().to_text()
+    }
+}
+
+/// What a reader has for a field that the writer, an older platform, omits.
+pub const UNKNOWN: &str = "unknown";
+
+/// [`UNKNOWN`], for texts without a type.
+pub fn unknown() -> String {
+    UNKNOWN.to_owned()
+}
+
+/// [`UNKNOWN`]. Only a reader has it.
+impl<T> Default for Text<T> {
+    fn default() -> Self {
+        Self::stored(UNKNOWN)
     }
 }
 
