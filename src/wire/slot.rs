@@ -24,9 +24,11 @@ pub struct Subscription {
     pub current_period_end: Option<Time>,
 }
 
-/// The subscriptions of slots.
+/// A page of the subscriptions of slots, by user and slot.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct SubscriptionList {
     pub slots: Vec<Subscription>,
+    pub next_cursor: Option<String>,
 }

@@ -18,11 +18,8 @@ pub struct UsageReport {
     #[serde(serialize_with = "dollars")]
     #[schemars(with = "f64")]
     pub total_cost: f64,
-    #[serde(default)]
     pub total_tokens_in: u64,
-    #[serde(default)]
     pub total_tokens_out: u64,
-    #[serde(default)]
     pub total_dispatches: u64,
     /// Ordered by day or name.
     pub entries: Vec<UsageEntry>,
@@ -47,11 +44,8 @@ pub struct UsageEntry {
     #[serde(serialize_with = "dollars")]
     #[schemars(with = "f64")]
     pub cost: f64,
-    #[serde(default)]
     pub tokens_in: u64,
-    #[serde(default)]
     pub tokens_out: u64,
-    #[serde(default)]
     pub dispatches: u64,
 }
 

@@ -375,11 +375,9 @@ fn snapshots_of_older_platforms_are_shown() {
 fn other_resources_of_older_platforms_are_shown() {
     let subscription = json!({"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active",
         "currentPeriodEnd": AT});
-    Example::new(json!({"slots": [subscription]}))
+    Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))
         .needs(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
-        .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| {
-            slot::list(&plain(), &it.slots)
-        });
+        .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| slot::page(&plain(), &it));
     Example::new(json!({"operators": [operator()]}))
         .needs(&["/operators"])
         .needs_within("/operators/0", OF_OPERATOR)
@@ -405,7 +403,8 @@ fn other_resources_of_older_platforms_are_shown() {
     let report = json!({"totalCost": 1.5, "totalTokensIn": 1, "totalTokensOut": 2, "totalDispatches": 3,
         "entries": [entry]});
     Example::new(report)
-        .needs(&["/totalCost", "/entries", "/entries/0/date", "/entries/0/cost"])
+        .needs(&["/totalCost", "/totalTokensIn", "/totalTokensOut", "/totalDispatches", "/entries"])
+        .needs_within("/entries/0", &["/date", "/cost", "/tokensIn", "/tokensOut", "/dispatches"])
         .assert_shown(&schema_of::<UsageReport>(), |it: UsageReport| {
             usage::show(&plain(), GroupBy::User, &it)
         });
