@@ -32,6 +32,11 @@ fn packages_depend_only_on_those_below_them() {
 }
 
 #[test]
+fn packages_have_the_lints_of_the_workspace() {
+    assert_none(&edges::without_lints(&files()));
+}
+
+#[test]
 fn modules_of_a_package_form_no_circle() {
     assert_none(&edges::circles(&files()));
 }

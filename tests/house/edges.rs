@@ -74,6 +74,17 @@ pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
     found
 }
 
+/// Packages without the lints of the workspace, of which `unsafe_code = "forbid"` is one.
+pub fn without_lints(files: &[File]) -> Vec<String> {
+    let manifests = files.iter().filter(|file| file.path.ends_with("Cargo.toml"));
+    manifests
+        .filter(|file| {
+            file.text.contains("[package]") && !file.text.contains("\n[lints]\nworkspace = true\n")
+        })
+        .map(|file| at(&file.path, 1, "the package does not have the lints of the workspace"))
+        .collect()
+}
+
 /// The reason why an import is forbidden, if it is.
 fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
     let is_host = |path: &[String]| path.first().is_some_and(|folder| folder == "host");
