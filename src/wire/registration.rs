@@ -12,6 +12,8 @@ use svc_machine::state::Status;
 /// Maximum characters of the stage of a failed boot.
 pub const MAX_STAGE_CHARS: usize = 64;
 
+const MARKER: &str = "code ";
+
 words!(
     /// The name of a stage of the first boot.
     BootStageName {
@@ -22,6 +24,34 @@ words!(
         Register = "register",
     }
 );
+
+words!(
+    /// Why a restore at boot failed, where the cause decides what an operator should do. A host puts it into the message
+    /// of its failed boot, because the message passes through the journal and a shell script.
+    RestoreFailureCode {
+        /// The disk is too small for the database.
+        NoSpace = "no_space",
+        /// The snapshot is of a newer PostgreSQL than the release has.
+        NewerPostgres = "newer_postgres",
+        /// The object store could not be read.
+        StoreUnavailable = "store_unavailable",
+    }
+);
+
+impl RestoreFailureCode {
+    /// The form in a message, such as `code no_space`.
+    pub fn marker(self) -> String {
+        format!("{MARKER}{self}")
+    }
+
+    /// The code in a message; `None` if it has none, as those of older hosts.
+    pub fn find(message: &str) -> Option<Self> {
+        message.split(MARKER).skip(1).find_map(|rest| {
+            let end = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len());
+            rest[..end].parse().ok()
+        })
+    }
+}
 
 /// The registration of a new host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -126,4 +156,20 @@ fn stage(_: &mut SchemaGenerator) -> Schema {
 
 fn some_text(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "minLength": 1 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn find_returns_the_code_of_a_message() {
+        for code in RestoreFailureCode::ALL {
+            let message = format!("exit code 70: svc-restore: {}: details", code.marker());
+            assert_eq!(RestoreFailureCode::find(&message), Some(code));
+        }
+        for other in ["", "code", "code someday: x", "no_space", "exit code 70"] {
+            assert_eq!(RestoreFailureCode::find(other), None, "{other}");
+        }
+    }
 }

@@ -278,7 +278,7 @@ fn failed_machine_advice_depends_on_the_cause() {
 }
 
 #[test]
-fn failed_restore_advice_depends_on_the_message() {
+fn failed_restore_advice_depends_on_the_code() {
     let next = |slot: &str, message: &str| {
         let mut machine = failed();
         machine["slot"] = slot.into();
@@ -297,14 +297,11 @@ fn failed_restore_advice_depends_on_the_message() {
         assert!(damaged.contains(&command), "{command}: {damaged}");
     }
     assert!(!damaged.contains("`svcctl recover user_1`"), "the same again: {damaged}");
-    let full = next("second", "/var/lib/svc: 5 bytes are free and 9 are needed for the database");
+    let full = next("second", "svc-restore: code no_space: /var/lib/svc: 5 of 9 bytes");
     assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
-    let newer = next(
-        "primary",
-        "x is of PostgreSQL 17, and this machine has 16: it cannot be read into an older one",
-    );
+    let newer = next("primary", "svc-restore: code newer_postgres: x is of PostgreSQL 17");
     assert!(newer.contains("`svcctl recover user_1 --image-version VERSION`"), "{newer}");
-    let store = next("primary", "the snapshot could not be read from the object store");
+    let store = next("primary", "svc-restore: code store_unavailable: no answer");
     assert!(store.contains("`svcctl doctor`"), "{store}");
 }
 
