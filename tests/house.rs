@@ -34,6 +34,11 @@ fn packages_depend_only_on_lower_layers() {
 }
 
 #[test]
+fn packages_have_the_lints_of_the_workspace() {
+    assert_none(&edges::without_lints(&files()));
+}
+
+#[test]
 fn modules_of_a_package_have_no_cycle() {
     assert_none(&edges::circles(&files()));
 }

@@ -1,5 +1,6 @@
 //! User-data of servers: it fits the size limit, cloud-init accepts it, and its script is plain shell.
 
+use std::collections::BTreeSet;
 use std::process::Command;
 
 use anyhow::Result;
@@ -104,7 +105,7 @@ impl Parts {
             bundle_public_keys: Some(vec!["k".repeat(44); self.bundle_keys].join(",")),
             bundle_keys_sequence: 1,
             egress: self.egress.parse()?,
-            postgres_image: None,
+            postgres_image: Some("docker.io/library/postgres:16".to_owned()),
         };
         let store = StoreConfig::S3(S3Config {
             bucket: "b".repeat(63),
@@ -160,7 +161,7 @@ impl Parts {
             health: None,
             last_update: None,
             checks: None,
-            restore_snapshot: None,
+            restore_snapshot: Some("system/db/snapshots/2026-11-21T05-28-32.385Z-1.dump".to_owned()),
             unrestored_snapshot: None,
             last_backup: None,
             proof_kids: Vec::new(),
@@ -226,6 +227,30 @@ async fn secrets_are_only_in_files_of_mode_0600() {
         }
     }
     assert_eq!(file(&document, "/opt/svc/env/update.env")["permissions"], "0600");
+}
+
+/// The platform's package must not import the host's declarations, so the names are compared here.
+#[tokio::test]
+async fn variables_are_those_that_hosts_declare() {
+    let declared: BTreeSet<&str> = [svc::host::system::vars::SECTIONS, svc::store::vars::SECTIONS]
+        .into_iter()
+        .flatten()
+        .flat_map(|section| section.variables)
+        .map(|variable| variable.name)
+        .collect();
+    let script = include_str!("../cloud-init/first-boot.sh");
+    let document = document(&Parts::usual().render().await);
+    let mut count = 0;
+    for name in ["host", "r2", "boot", "update"] {
+        let env = file(&document, &format!("/opt/svc/env/{name}.env"))["content"].as_str().unwrap();
+        for variable in env.lines().map(|line| line.split('=').next().unwrap()) {
+            let is_read =
+                declared.contains(variable) || script.contains(&format!("$(value {name} {variable})"));
+            assert!(is_read, "{variable} in {name}.env is read by no program of a machine");
+            count += 1;
+        }
+    }
+    assert!(count > 25, "{count} variables");
 }
 
 #[tokio::test]

@@ -1,13 +1,13 @@
-//! The query and response of a usage report, which hosts serve to owners and the platform serves to operators.
+//! The query of a usage report, which hosts serve to owners and the platform serves to operators.
 //!
-//! Owns the parameters and the schema; the host computes the sums.
+//! Owns the parameters; `svc_wire::usage` is the report, and the host computes the sums.
 
 use jiff::civil::Date;
 use serde_json::{Value, json};
 use strum::{EnumString, IntoStaticStr, VariantNames};
 
 use super::fields::Fields;
-use super::openapi::{Parameter, ParameterLocation, array, count, number, object, one_of, text, text_to};
+use super::openapi::{Parameter, ParameterLocation, one_of, text_to};
 use svc_machine::choice::must_be_one_of;
 
 /// Maximum length of the name of a user or channel.
@@ -110,24 +110,6 @@ pub const GROUP_BY: Parameter = Parameter {
     schema: || one_of(GroupBy::WORDS),
     about: "Grouping of the entries; default: day.",
 };
-
-/// The schema of a report.
-pub fn report() -> Value {
-    let sums = [("cost", number()), ("tokensIn", count()), ("tokensOut", count()), ("dispatches", count())];
-    let mut entry = vec![("date", day())];
-    entry.extend(sums);
-    let entry = object(&entry, &[("model", text()), ("userId", text())]);
-    object(
-        &[
-            ("totalCost", number()),
-            ("totalTokensIn", count()),
-            ("totalTokensOut", count()),
-            ("totalDispatches", count()),
-            ("entries", array(entry)),
-        ],
-        &[],
-    )
-}
 
 #[cfg(test)]
 mod tests {

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use secrecy::ExposeSecret;
-use serde_json::{Value, json};
 use url::Url;
 
 use super::db::machine_row::MachineRow;
@@ -29,6 +28,7 @@ use svc_store::vars::{
     AWS_ACCESS_KEY_ID, AWS_CREDENTIAL_EXPIRATION, AWS_REGION, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
     OBJECT_STORE_ENDPOINT, OBJECT_STORE_URL,
 };
+use svc_wire::storage::{StorageCredentials, StorePlace, StoreSession};
 
 /// Lifetime of the working session: the shortest that STS grants.
 const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
@@ -325,30 +325,28 @@ impl StoreAccess {
     }
 
     /// The response of the route; `None` if the store is a directory, which has no credentials.
-    pub fn wire(&self) -> Option<Value> {
+    pub fn wire(&self) -> Option<StorageCredentials> {
         let StoreConfig::S3(s3) = &self.store else { return None };
-        let credentials = self.credentials(s3);
-        Some(json!({
-            "accessKeyId": credentials.access_key,
-            "secretAccessKey": credentials.secret_key.expose_secret(),
-            "sessionToken": credentials.session_token.as_ref().map(ExposeSecret::expose_secret),
-            "expiresAt": rfc3339_ms(credentials.expires_at),
-            "region": s3.region,
-            "endpoint": s3.endpoint,
-            "bucket": s3.bucket,
-            "prefix": format!("{}/", self.prefix.root()),
-            "outage": self.outage.as_ref().map(session_json),
-        }))
+        Some(StorageCredentials {
+            session: wire_session(self.credentials(s3)),
+            place: StorePlace {
+                region: s3.region.clone(),
+                endpoint: s3.endpoint.clone(),
+                bucket: s3.bucket.clone(),
+                prefix: format!("{}/", self.prefix.root()),
+            },
+            outage: self.outage.clone().map(wire_session),
+        })
     }
 }
 
-fn session_json(session: &TemporaryCredentials) -> Value {
-    json!({
-        "accessKeyId": session.access_key,
-        "secretAccessKey": session.secret_key.expose_secret(),
-        "sessionToken": session.session_token.as_ref().map(ExposeSecret::expose_secret),
-        "expiresAt": rfc3339_ms(session.expires_at),
-    })
+fn wire_session(session: TemporaryCredentials) -> StoreSession {
+    StoreSession {
+        access_key_id: session.access_key,
+        secret_access_key: session.secret_key,
+        session_token: session.session_token,
+        expires_at: session.expires_at,
+    }
 }
 
 fn in_an_hour() -> Timestamp {

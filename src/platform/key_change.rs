@@ -44,8 +44,6 @@ const MAX_INTERVAL: Duration = Duration::from_secs(5);
 /// Name under which processes claim their turn to run a pass.
 const TASK_NAME: &str = "platform key change";
 const BATCH_SIZE: i64 = 100;
-/// Maximum number of signing keys to read.
-const MAX_SIGNING_KEYS: usize = 10_000;
 
 /// Why a pass of the change failed; the next pass resumes.
 #[derive(Debug, thiserror::Error)]

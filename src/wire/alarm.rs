@@ -6,21 +6,25 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::text::Time;
+use crate::text::{Time, unknown};
 
 /// An active alarm.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Alarm {
     pub alarm: String,
+    #[serde(default)]
     pub since: Time,
+    #[serde(default)]
     pub seen_at: Time,
     /// Its figures and cases.
     #[schemars(schema_with = "any_object")]
+    #[serde(default)]
     pub detail: BTreeMap<String, Value>,
     /// Until when an operator has released what it holds back.
     pub released_until: Option<Time>,
     /// What an operator should do.
+    #[serde(default = "unknown")]
     pub next: String,
 }
 

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::text::{Text, Time};
+use crate::text::{Text, Time, unknown};
 use svc_machine::id::AuditId;
 
 /// A change, or a read of an owner's data.
@@ -14,13 +14,17 @@ use svc_machine::id::AuditId;
 pub struct AuditEntry {
     pub audit_id: Text<AuditId>,
     pub at: Time,
+    #[serde(default = "unknown")]
     pub actor: String,
+    #[serde(default = "unknown")]
     pub action: String,
+    #[serde(default = "unknown")]
     pub target: String,
     /// The resource before the change.
     pub before: Option<Value>,
     /// The resource after the change.
     pub after: Option<Value>,
+    #[serde(default = "unknown")]
     pub request_id: String,
 }
 

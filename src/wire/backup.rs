@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time};
+use crate::text::{Text, Time, unknown};
 use svc_machine::id::MachineId;
 
 /// A verified snapshot.
@@ -12,11 +12,17 @@ use svc_machine::id::MachineId;
 #[schemars(inline)]
 pub struct Backup {
     pub key: String,
+    #[serde(default)]
     pub size_bytes: u64,
+    #[serde(default = "unknown")]
     pub sha256: String,
+    #[serde(default)]
     pub taken_at: Time,
+    #[serde(default)]
     pub verified_at: Time,
+    #[serde(default)]
     pub epoch: u64,
+    #[serde(default)]
     pub machine_id: Text<MachineId>,
     /// Whether the pointer names it.
     #[serde(default)]

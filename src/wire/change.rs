@@ -21,11 +21,16 @@ words!(
 #[schemars(inline)]
 pub struct ProvisionedMachine {
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
     pub slot: Text<Slot>,
+    #[serde(default)]
     pub handle: Text<Handle>,
+    #[serde(default)]
     pub kind: Text<MachineKind>,
     pub status: Text<Status>,
+    #[serde(default)]
     pub epoch: u64,
     pub operation_id: Option<Text<OperationId>>,
 }
@@ -35,11 +40,15 @@ pub struct ProvisionedMachine {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct RecoveredMachine {
+    #[serde(default)]
     pub old_machine_id: Text<MachineId>,
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub slot: Text<Slot>,
+    #[serde(default)]
     pub kind: Text<MachineKind>,
     pub status: Text<Status>,
+    #[serde(default)]
     pub epoch: u64,
     pub operation_id: Text<OperationId>,
     /// A stored snapshot that is newer than the one to restore. Only in the response to the request that started the
@@ -55,9 +64,13 @@ pub struct RecoveredMachine {
 #[schemars(inline)]
 pub struct DeletedMachine {
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
     pub slot: Text<Slot>,
+    #[serde(default)]
     pub handle: Text<Handle>,
+    #[serde(default)]
     pub kind: Text<MachineKind>,
     pub status: Text<Status>,
     pub registered_at: Option<Time>,
@@ -89,11 +102,14 @@ pub struct AlsoDeleted {
 #[schemars(inline)]
 pub struct UndeletedMachine {
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub kind: Text<MachineKind>,
     pub status: Text<Status>,
+    #[serde(default)]
     pub epoch: u64,
     pub operation_id: Text<OperationId>,
     /// Whether an earlier request had undone the deletion.
+    #[serde(default)]
     pub already_undone: bool,
 }
 
@@ -115,6 +131,7 @@ pub struct PowerChange {
 #[schemars(inline)]
 pub struct Resize {
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub server_type: Text<ServerType>,
     pub status: Text<Status>,
     /// `null` if the machine has this type already.
@@ -128,6 +145,7 @@ pub struct Resize {
 pub struct HostRequest {
     pub machine_id: Text<MachineId>,
     /// By the host's clock, unless its release reports none.
+    #[serde(default)]
     pub requested_at: Time,
 }
 

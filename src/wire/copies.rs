@@ -58,6 +58,7 @@ pub struct LiveServer {
 pub struct KeptServer {
     pub machine_id: Text<MachineId>,
     pub provider_server_id: Option<String>,
+    #[serde(default)]
     pub reason: Text<KeptReason>,
     /// `null` until a successor serves, or until an operator decides.
     pub until: Option<Time>,
@@ -77,9 +78,11 @@ pub struct KeptServer {
 #[schemars(inline)]
 pub struct NewestSnapshot {
     pub taken_at: Time,
+    #[serde(default)]
     pub machine_id: Text<MachineId>,
     /// `null` if a host reported it.
     pub key: Option<String>,
+    #[serde(default)]
     pub source: Text<SnapshotSource>,
 }
 
@@ -88,7 +91,9 @@ pub struct NewestSnapshot {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct NewerSnapshot {
+    #[serde(default)]
     pub taken_at: Time,
+    #[serde(default)]
     pub machine_id: Text<MachineId>,
     pub key: String,
 }

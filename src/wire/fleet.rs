@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::alarm::Alarm;
 use crate::rollout::RolloutSummary;
-use crate::text::{Text, Time, words};
+use crate::text::{Text, Time, unknown, words};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, Slot};
 use svc_machine::state::Status;
@@ -25,6 +25,7 @@ pub struct Fleet {
     pub totals: Totals,
     pub backups: BackupAges,
     /// The first of the machines that need attention.
+    #[serde(default)]
     pub attention: Vec<MachineInNeed>,
     /// The number of all of them.
     #[serde(default)]
@@ -43,6 +44,7 @@ pub struct Fleet {
     pub overdue_operations_total: u64,
     #[serde(default)]
     pub alarms: Vec<Alarm>,
+    #[serde(default)]
     pub as_of: Time,
 }
 
@@ -53,7 +55,9 @@ pub struct Fleet {
 pub struct Totals {
     pub machines: u64,
     pub by_status: BTreeMap<String, u64>,
+    #[serde(default)]
     pub by_image_version: BTreeMap<String, u64>,
+    #[serde(default)]
     pub by_health: BTreeMap<String, u64>,
 }
 
@@ -74,11 +78,15 @@ pub struct BackupAges {
 #[schemars(inline)]
 pub struct MachineInNeed {
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
     pub slot: Text<Slot>,
+    #[serde(default)]
     pub handle: Text<Handle>,
     pub status: Text<Status>,
     /// Most severe first.
+    #[serde(default)]
     pub reasons: Vec<String>,
     /// How it left its slot, if it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -96,11 +104,16 @@ pub struct MachineInNeed {
 pub struct OverdueOperation {
     pub operation_id: Text<OperationId>,
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub handle: Text<Handle>,
+    #[serde(default = "unknown")]
     pub kind: String,
+    #[serde(default = "unknown")]
     pub step: String,
+    #[serde(default)]
     pub attempts: u64,
     pub error_code: Option<String>,
+    #[serde(default)]
     pub age_seconds: u64,
 }
 
@@ -111,6 +124,7 @@ pub struct OverdueOperation {
 pub struct BundleKeys {
     pub keys: Vec<BundleKey>,
     pub not_reporting: u64,
+    #[serde(default)]
     pub not_reporting_handles: Vec<Text<Handle>>,
     /// `BUNDLE_KEYS_SEQUENCE`. Older platforms omit it, as the rest.
     #[serde(default)]
@@ -131,7 +145,9 @@ pub struct BundleKey {
     pub key_id: String,
     pub is_configured: bool,
     pub trusting: u64,
+    #[serde(default)]
     pub trusting_handles: Vec<Text<Handle>>,
     pub not_trusting: u64,
+    #[serde(default)]
     pub not_trusting_handles: Vec<Text<Handle>>,
 }

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, words};
+use crate::text::{Text, Time, unknown, words};
 use svc_machine::name::ImageVersion;
 
 words!(
@@ -45,7 +45,9 @@ pub struct LastUpdate {
     pub version: Text<ImageVersion>,
     pub outcome: Text<UpdateOutcome>,
     #[schemars(schema_with = "nul_free_text")]
+    #[serde(default = "unknown")]
     pub stage: String,
+    #[serde(default)]
     pub at: Time,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -68,6 +70,7 @@ pub struct SnapshotChecks {
 #[schemars(inline)]
 pub struct SnapshotCheck {
     pub status: Text<Outcome>,
+    #[serde(default)]
     pub at: Time,
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,

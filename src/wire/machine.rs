@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::copies::Copies;
 use crate::host::{ComponentStatus, LastBackup, LastUpdate, SnapshotChecks};
 use crate::operation::Operation;
-use crate::text::{Text, Time, words};
+use crate::text::{Text, Time, unknown, words};
 use svc_machine::event::RestoreMode;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
@@ -25,21 +25,31 @@ words!(
 #[serde(rename_all = "camelCase")]
 pub struct Machine {
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
     pub slot: Text<Slot>,
+    #[serde(default)]
     pub handle: Text<Handle>,
+    #[serde(default)]
     pub kind: Text<MachineKind>,
     pub status: Text<Status>,
     /// Why it has failed.
     pub failure: Option<Failure>,
+    #[serde(default)]
     pub epoch: u64,
+    #[serde(default)]
     pub restore_mode: Text<RestoreMode>,
+    #[serde(default)]
     pub server_type: Text<ServerType>,
+    #[serde(default)]
     pub location: Text<Location>,
+    #[serde(default)]
     pub image_version: Text<ImageVersion>,
     pub provider_server_id: Option<String>,
     #[schemars(with = "Option<String>")]
     pub public_ipv4: Option<Ipv4Addr>,
+    #[serde(default)]
     pub https_port: u64,
     /// SHA-256 of its host's public key, in hexadecimal digits.
     pub tls_spki_sha256: Option<String>,
@@ -74,7 +84,9 @@ pub struct Machine {
     pub replaced_by: Option<Text<MachineId>>,
     pub retired_at: Option<Time>,
     pub deleted_at: Option<Time>,
+    #[serde(default)]
     pub created_at: Time,
+    #[serde(default)]
     pub updated_at: Time,
 }
 
@@ -139,14 +151,16 @@ pub struct Failure {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Health {
+    #[serde(default)]
     pub gateway: Text<ComponentStatus>,
+    #[serde(default)]
     pub database: Text<ComponentStatus>,
     #[schemars(with = "Disk")]
     pub disk: Option<Disk>,
 }
 
 /// The disk of a host.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Disk {
@@ -158,7 +172,9 @@ pub struct Disk {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct Boot {
+    #[serde(default = "unknown")]
     pub stage: String,
+    #[serde(default)]
     pub at: Time,
     #[serde(default)]
     pub stages: Vec<BootStage>,
@@ -169,6 +185,7 @@ pub struct Boot {
 #[schemars(inline)]
 pub struct BootStage {
     pub stage: String,
+    #[serde(default)]
     pub at: Time,
 }
 
@@ -185,10 +202,11 @@ pub struct BootProgress {
 }
 
 /// A problem that a host reports for a person.
-#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct Attention {
     pub code: String,
+    #[serde(default = "unknown")]
     pub detail: String,
 }
 
@@ -198,6 +216,7 @@ pub struct Attention {
 #[schemars(inline)]
 pub struct UpgradeToken {
     pub generation: u64,
+    #[serde(default)]
     pub rotated_at: Time,
     /// When an operator requested a rotation that is pending.
     pub requested_at: Option<Time>,

@@ -1,7 +1,7 @@
 //! The JSON of the platform's API, one file for each resource.
 //!
-//! A type is written once and used three times: the platform builds responses from it, `svcctl` reads them with it, and
-//! the OpenAPI document describes it (`svc_http::openapi::schema_of`).
+//! A type is written once and used by all: the platform builds responses from it, `svcctl` and hosts read them with it,
+//! hosts build their requests from it, and the OpenAPI document describes it (`svc_http::openapi::schema_of`).
 //!
 //! Invariant: a reader accepts what older and newer platforms send. Unknown fields are ignored, a field that older
 //! platforms omit is optional to read, and [`Text`](text::Text) accepts unknown words.
@@ -12,11 +12,16 @@ pub mod backup;
 pub mod change;
 pub mod copies;
 pub mod fleet;
+pub mod heartbeat;
 pub mod host;
 pub mod machine;
 pub mod operation;
 pub mod operator;
 pub mod pointer;
+pub mod registration;
 pub mod rollout;
+mod secret;
 pub mod slot;
+pub mod storage;
 pub mod text;
+pub mod usage;

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, words};
+use crate::text::{Text, Time, unknown, words};
 use svc_machine::id::{MachineId, OperationId};
 
 words!(
@@ -24,15 +24,20 @@ words!(
 pub struct Operation {
     pub operation_id: Text<OperationId>,
     pub machine_id: Text<MachineId>,
+    #[serde(default = "unknown")]
     pub kind: String,
     pub state: Text<OperationState>,
     /// The question that an operator must answer, while it waits.
     pub question: Option<Question>,
+    #[serde(default = "unknown")]
     pub step: String,
     /// Failed attempts of the current step.
+    #[serde(default)]
     pub attempts: u64,
     pub error_code: Option<String>,
+    #[serde(default)]
     pub created_at: Time,
+    #[serde(default)]
     pub updated_at: Time,
     pub ended_at: Option<Time>,
     /// The request that filed it.
@@ -52,6 +57,7 @@ pub struct Operation {
 #[schemars(inline)]
 pub struct Question {
     pub code: String,
+    #[serde(default = "unknown")]
     pub detail: String,
     /// The snapshot that an answer may choose.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -68,8 +74,11 @@ pub struct LogLine {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u64")]
     pub seq: Option<u64>,
+    #[serde(default)]
     pub at: Time,
+    #[serde(default = "unknown")]
     pub step: String,
+    #[serde(default = "unknown")]
     pub outcome: String,
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, words};
+use crate::text::{Text, Time, unknown, words};
 use svc_machine::id::OperatorTokenId;
 
 words!(
@@ -31,15 +31,19 @@ words!(
 #[serde(rename_all = "camelCase")]
 pub struct Operator {
     pub name: String,
+    #[serde(default)]
     pub scopes: Vec<Text<Scope>>,
     pub state: Text<OperatorState>,
+    #[serde(default)]
     pub expires_at: Time,
     pub last_used_at: Option<Time>,
     /// When the token before the last rotation expires.
     pub previous_token_expires_at: Option<Time>,
     pub previous_token_last_used_at: Option<Time>,
+    #[serde(default)]
     pub created_at: Time,
     /// The operator who added them.
+    #[serde(default = "unknown")]
     pub created_by: String,
     pub rotated_at: Option<Time>,
     pub revoked_at: Option<Time>,
@@ -59,6 +63,7 @@ pub struct OperatorList {
 pub struct TokenIssue {
     pub operator: Operator,
     #[schemars(with = "String")]
+    #[serde(default)]
     pub token_id: Text<OperatorTokenId>,
 }
 
@@ -77,6 +82,7 @@ pub struct IssuedToken {
 #[schemars(inline)]
 pub struct WhoAmI {
     pub name: String,
+    #[serde(default)]
     pub scopes: Vec<Text<Scope>>,
     /// Of the newest token; `null` for PLATFORM_SECRET.
     pub expires_at: Option<Time>,

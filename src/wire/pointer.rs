@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, words};
+use crate::text::{Text, Time, unknown, words};
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 
@@ -22,11 +22,14 @@ words!(
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct PointerInspection {
+    #[serde(default)]
     pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
     pub slot: Text<Slot>,
     pub state: Text<PointerState>,
     pub problem: Option<String>,
     /// Number of snapshots in the store.
+    #[serde(default)]
     pub snapshots: u64,
     pub current: Option<Pointer>,
     pub rebuilt: Option<Pointer>,
@@ -37,7 +40,9 @@ pub struct PointerInspection {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct RebuiltPointer {
+    #[serde(default)]
     pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
     pub slot: Text<Slot>,
     pub pointer: Pointer,
 }
@@ -48,6 +53,7 @@ pub struct RebuiltPointer {
 #[schemars(inline)]
 pub struct Pointer {
     pub seq: u64,
+    #[serde(default)]
     pub fence_epoch: u64,
     pub fence_machine_id: Option<Text<MachineId>>,
     /// When an operator accepted that it names no snapshot.
@@ -61,10 +67,16 @@ pub struct Pointer {
 #[schemars(inline)]
 pub struct NamedSnapshot {
     pub key: String,
+    #[serde(default)]
     pub size_bytes: u64,
+    #[serde(default = "unknown")]
     pub sha256: String,
+    #[serde(default)]
     pub epoch: u64,
+    #[serde(default)]
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub taken_at: Time,
+    #[serde(default)]
     pub verified_at: Time,
 }

@@ -5,7 +5,7 @@ use std::ops::Deref;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, words};
+use crate::text::{Text, Time, unknown, words};
 use svc_machine::id::{MachineId, RolloutId};
 use svc_machine::name::{Handle, ImageVersion, Slot};
 
@@ -43,18 +43,26 @@ impl RolloutState {
 #[serde(rename_all = "camelCase")]
 pub struct RolloutSummary {
     pub rollout_id: Text<RolloutId>,
+    #[serde(default)]
     pub image_version: Text<ImageVersion>,
     pub state: Text<RolloutState>,
     /// Why the platform stopped it.
     pub why: Option<String>,
     /// Number of machines that are updated first.
+    #[serde(default)]
     pub canary: u64,
+    #[serde(default)]
     pub batch_size: u64,
+    #[serde(default)]
     pub max_failures: u64,
+    #[serde(default)]
     pub totals: RolloutTotals,
+    #[serde(default)]
     pub created_at: Time,
+    #[serde(default)]
     pub updated_at: Time,
     pub ended_at: Option<Time>,
+    #[serde(default = "unknown")]
     pub request_id: String,
 }
 
@@ -64,6 +72,7 @@ pub struct RolloutSummary {
 pub struct Rollout {
     #[serde(flatten)]
     pub summary: RolloutSummary,
+    #[serde(default)]
     pub machines: Vec<RolloutMachine>,
 }
 
@@ -86,10 +95,15 @@ pub struct RolloutList {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct RolloutTotals {
+    #[serde(default)]
     pub waiting: u64,
+    #[serde(default)]
     pub asked: u64,
+    #[serde(default)]
     pub updated: u64,
+    #[serde(default)]
     pub failed: u64,
+    #[serde(default)]
     pub skipped: u64,
 }
 
@@ -99,9 +113,12 @@ pub struct RolloutTotals {
 #[schemars(inline)]
 pub struct RolloutMachine {
     pub machine_id: Text<MachineId>,
+    #[serde(default)]
     pub handle: Text<Handle>,
+    #[serde(default)]
     pub slot: Text<Slot>,
     /// 0 for the canary.
+    #[serde(default)]
     pub batch: u64,
     pub state: Text<MemberState>,
     pub error: Option<String>,
@@ -109,6 +126,7 @@ pub struct RolloutMachine {
     pub asked_at: Option<Time>,
     pub ended_at: Option<Time>,
     /// The release that it runs.
+    #[serde(default)]
     pub image_version: Text<ImageVersion>,
 }
 

@@ -18,14 +18,17 @@ words!(
 pub struct Subscription {
     pub idp_user_id: Text<IdpUserId>,
     pub slot: Text<Slot>,
+    #[serde(default)]
     pub plan: Text<Plan>,
     pub status: Text<SubscriptionStatus>,
     pub current_period_end: Option<Time>,
 }
 
-/// The subscriptions of slots.
+/// A page of the subscriptions of slots, by user and slot.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct SubscriptionList {
     pub slots: Vec<Subscription>,
+    pub next_cursor: Option<String>,
 }

@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use std::ops::Deref;
 
 use jiff::Timestamp;
+use jiff::civil::Date;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
@@ -48,11 +49,31 @@ impl<T> Text<T> {
         &self.text
     }
 
+    /// Whether the writer has sent it.
+    pub fn is_known(&self) -> bool {
+        self.text != UNKNOWN
+    }
+
     pub fn is(&self, value: impl Borrow<T>) -> bool
     where
         T: TextForm,
     {
         self.text == value.borrow().to_text()
+    }
+}
+
+/// What a reader has for a field that the writer, an older platform, omits.
+pub const UNKNOWN: &str = "unknown";
+
+/// [`UNKNOWN`], for texts without a type.
+pub fn unknown() -> String {
+    UNKNOWN.to_owned()
+}
+
+/// [`UNKNOWN`]. Only a reader has it.
+impl<T> Default for Text<T> {
+    fn default() -> Self {
+        Self::stored(UNKNOWN)
     }
 }
 
@@ -129,6 +150,16 @@ impl<T: TextForm> JsonSchema for Text<T> {
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         T::text_schema()
+    }
+}
+
+impl TextForm for Date {
+    fn to_text(&self) -> String {
+        self.to_string()
+    }
+
+    fn text_schema() -> Schema {
+        json_schema!({ "type": "string", "format": "date" })
     }
 }
 

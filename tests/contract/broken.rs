@@ -42,7 +42,7 @@ fn every_defect_of_a_response_is_detected() {
     assert!(!is_detected(&refusal()), "a correct response passes");
     platform().plant("hunter2-in-this-test");
     type Spoil = fn(&mut Sample);
-    let spoil: [(&str, Spoil); 16] = [
+    let spoil: [(&str, Spoil); 17] = [
         ("a secret", |s| s.body["detail"] = json!("It is hunter2-in-this-test, in fact.")),
         ("SQL", |s| s.body["detail"] = json!("SELECT * FROM user_machines failed.")),
         ("a path", |s| s.body["detail"] = json!("Cannot read /var/lib/svc/tls/key.pem.")),
@@ -64,6 +64,9 @@ fn every_defect_of_a_response_is_detected() {
         }),
         ("an undocumented media type", |s| {
             s.headers.insert("content-type", HeaderValue::from_static("text/plain"));
+        }),
+        ("a page that is none of ours", |s| {
+            s.headers.insert("content-type", HeaderValue::from_static("text/html; charset=utf-8"));
         }),
         ("a success body that violates its schema", |s| {
             s.status = 200;

@@ -118,9 +118,16 @@ impl Contract {
             return;
         };
         let own = kinds.get(media_type).or_else(|| kinds.get("*/*"));
-        // A browser may get a page instead, and a file has its own media type.
-        let other = matches!(media_type, "text/html") || kinds.contains_key("application/octet-stream");
-        assert!(own.is_some() || other, "undocumented media type: {}", context());
+        // A file has a media type of its own.
+        let is_file = kinds.contains_key("application/octet-stream");
+        if own.is_none() && !is_file {
+            // A browser gets a page instead of a problem, and instead of JSON from the router's own routes.
+            let has_page =
+                kinds.contains_key("application/problem+json") || exchange.path.starts_with("/_svc/");
+            let is_page = media_type == "text/html" && has_page;
+            assert!(is_page, "undocumented media type: {}", context());
+            self.check_page(exchange);
+        }
         if let Some(schema) = own.map(|own| &own["schema"]).filter(|schema| schema.is_object()) {
             let body = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {}", context()));
             self.assert_valid(schema, &body, &context());
@@ -154,6 +161,25 @@ impl Contract {
         assert!(detail.len() > 10 && detail.is_char_boundary(1), "the detail is empty: {}", context());
         let planted = self.planted.lock().unwrap();
         if let Some(leak) = leak::find(text, &planted) {
+            panic!("reveals {leak:?}: {}", context());
+        }
+    }
+
+    /// Checks the page that a browser gets instead of JSON: a whole document, not stored, without internals.
+    #[track_caller]
+    fn check_page(&self, exchange: &Exchange<'_>) {
+        let Exchange { status, headers, text, .. } = *exchange;
+        let context = || format!("{} {} → {status} {headers:?}\n{text}", exchange.method, exchange.path);
+        let has = |name: &str, value: &str| headers.get(name).is_some_and(|found| found == value);
+        assert!(has("content-type", "text/html; charset=utf-8"), "{}", context());
+        assert!(
+            has("cache-control", "no-store") && has("x-content-type-options", "nosniff"),
+            "{}",
+            context()
+        );
+        assert!(headers.contains_key("content-security-policy"), "{}", context());
+        assert!(text.starts_with("<!doctype html>") && text.trim_end().ends_with("</html>"), "{}", context());
+        if let Some(leak) = leak::find(text, &self.planted.lock().unwrap()) {
             panic!("reveals {leak:?}: {}", context());
         }
     }

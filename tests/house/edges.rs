@@ -45,7 +45,7 @@ const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 const PACKAGES: [(&str, &[&str]); 9] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "wire"]),
-    ("host", &["base", "http", "machine", "store"]),
+    ("host", &["base", "http", "machine", "store", "wire"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),
     ("platform", &["base", "http", "machine", "provider", "store", "wire"]),
@@ -72,6 +72,17 @@ pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
         }
     }
     found
+}
+
+/// Packages without the lints of the workspace, of which `unsafe_code = "forbid"` is one.
+pub fn without_lints(files: &[File]) -> Vec<String> {
+    let manifests = files.iter().filter(|file| file.path.ends_with("Cargo.toml"));
+    manifests
+        .filter(|file| {
+            file.text.contains("[package]") && !file.text.contains("\n[lints]\nworkspace = true\n")
+        })
+        .map(|file| at(&file.path, 1, "the package does not have the lints of the workspace"))
+        .collect()
 }
 
 /// The reason why an import is forbidden, if it is.

@@ -51,6 +51,7 @@ mod several;
 mod silent_hosts;
 mod snapshots;
 pub mod stack;
+mod statements;
 mod token_rotation;
 mod undelete;
 mod unreachable;

@@ -95,7 +95,7 @@ async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
     let Some((_store, new, disk)) = tight(0).await? else { return Ok(()) };
     disk.fill(MARGIN)?;
     let ended = new.run(&["svc-restore"])?.expect(70);
-    for words in ["bytes are free and", "are needed for the database", "--server-type"] {
+    for words in ["bytes are free and", "are needed for the database", "--server-type", "(code no_space)\n"] {
         assert!(ended.stderr.contains(words), "{}", ended.stderr);
     }
     assert_untouched(&new, "no room").await?;

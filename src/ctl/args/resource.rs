@@ -47,6 +47,9 @@ pub enum SlotCommand {
         /// The user's id at the identity provider
         #[arg(value_name = "IDP_USER_ID")]
         user: IdpUserId,
+        /// Cursor from the previous page
+        #[arg(long)]
+        cursor: Option<String>,
     },
 }
 

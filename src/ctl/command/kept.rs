@@ -18,6 +18,7 @@ use crate::show::machine as shown;
 use crate::wait;
 use svc_base::applet::{Exit, Failure};
 use svc_machine::id::OperationId;
+use svc_wire::change::UndeletedMachine;
 use svc_wire::copies::KeptServer;
 use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
 use svc_wire::text::Text;
@@ -31,7 +32,7 @@ pub async fn undelete(api: &ApiClient, args: Undelete, out: &Out) -> Result<(), 
         Ok(id) => send_undelete(api, &id).await?,
         Err(failure) => undelete_active(api, &args.machine).await?.ok_or(failure)?,
     };
-    finish(api, response, args.wait, out).await
+    finish::<UndeletedMachine>(api, response, args.wait, out).await
 }
 
 async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {

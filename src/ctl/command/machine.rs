@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use http::Method;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::risk;
@@ -11,13 +12,15 @@ use crate::api::{ApiClient, ApiResponse};
 use crate::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
 use crate::out::Out;
 use crate::show::View;
+use crate::show::accepted::{self, Accepted};
 use crate::show::copies::LeftTimes;
-use crate::show::machine::{self as shown, Accepted};
+use crate::show::machine as shown;
 use crate::show::token;
 use crate::wait::Goal;
 use crate::{confirm, wait};
 use svc_base::applet::{Exit, Failure};
 use svc_machine::name::{IdpUserId, Location, Slot};
+use svc_wire::change::{self, DeletedMachine, ProvisionedMachine, RecoveredMachine};
 use svc_wire::machine::{MachineDetail, MachinePage};
 
 pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
@@ -38,7 +41,7 @@ pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<()
     allow(&mut body, "acceptLoss", args.accept_loss);
     allow(&mut body, "allowEmpty", args.allow_empty);
     let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
-    finish(api, response, args.wait, out).await
+    finish::<ProvisionedMachine>(api, response, args.wait, out).await
 }
 
 pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Failure> {
@@ -57,7 +60,7 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Fa
     allow(&mut body, "acceptLoss", args.accept_loss);
     allow(&mut body, "replaceFirst", args.replace_first);
     let response = api.send(Method::POST, &["vps", "recover"], Some(&body.into())).await?;
-    finish(api, response, args.wait, out).await
+    finish::<RecoveredMachine>(api, response, args.wait, out).await
 }
 
 /// Describes what a replacement of the slot's machine may lose; empty without an active machine.
@@ -83,7 +86,7 @@ pub async fn resize(api: &ApiClient, args: Resize, out: &Out) -> Result<(), Fail
     }
     let body = json!({"serverType": args.server_type});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resize"], Some(&body)).await?;
-    finish(api, response, args.wait, out).await
+    finish::<change::Resize>(api, response, args.wait, out).await
 }
 
 pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure> {
@@ -113,7 +116,7 @@ pub async fn delete(api: &ApiClient, args: Delete, out: &Out) -> Result<(), Fail
     let query: Vec<_> =
         requested.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
     let response = api.send_with(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
-    finish(api, response, args.wait, out).await
+    finish::<DeletedMachine>(api, response, args.wait, out).await
 }
 
 pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<(), Failure> {
@@ -130,10 +133,15 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<
 }
 
 /// Prints the accepted request, or with `--wait` its result.
-pub async fn finish(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Out) -> Result<(), Failure> {
-    let accepted: Accepted = response.read()?;
+pub async fn finish<T: DeserializeOwned + Into<Accepted>>(
+    api: &ApiClient,
+    response: ApiResponse,
+    wait: Wait,
+    out: &Out,
+) -> Result<(), Failure> {
+    let accepted: Accepted = response.read::<T>()?.into();
     let Some(seconds) = wait.wait else {
-        return out.print_response(&response, |view| Ok(shown::accepted(view, &accepted)));
+        return out.print_response(&response, |view| Ok(accepted::show(view, &accepted)));
     };
     if let Some(note) = accepted.note() {
         eprintln!("note: {note}");

@@ -12,6 +12,7 @@ use crate::out::Out;
 use crate::show::View;
 use crate::show::machine as shown;
 use svc_base::applet::Failure;
+use svc_wire::change::PowerChange;
 
 pub async fn run(api: &ApiClient, command: PowerCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -47,5 +48,5 @@ async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> R
 async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
     let body = json!({"action": action});
     let response = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
-    finish(api, response, wait, out).await
+    finish::<PowerChange>(api, response, wait, out).await
 }

@@ -6,10 +6,10 @@ use serde_json::json;
 use crate::api::ApiClient;
 use crate::args::SlotCommand;
 use crate::out::Out;
-use crate::show::slot::list;
+use crate::show::slot::{list, page};
 use svc_base::applet::Failure;
 use svc_base::clock;
-use svc_wire::slot::{Subscription, SubscriptionList};
+use svc_wire::slot::Subscription;
 
 pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -21,9 +21,11 @@ pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(),
             let response = api.send(Method::PUT, &["vps", "slots"], Some(&body)).await?;
             out.print_response(&response, |view| Ok(list(view, &[response.read::<Subscription>()?])))
         }
-        SlotCommand::List { user } => {
-            let response = api.get(&["vps", "slots"], &[("idpUserId", user.to_string())]).await?;
-            out.print_response(&response, |view| Ok(list(view, &response.read::<SubscriptionList>()?.slots)))
+        SlotCommand::List { user, cursor } => {
+            let mut query = vec![("idpUserId", user.to_string())];
+            query.extend(cursor.map(|cursor| ("cursor", cursor)));
+            let response = api.get(&["vps", "slots"], &query).await?;
+            out.print_response(&response, |view| Ok(page(view, &response.read()?)))
         }
     }
 }

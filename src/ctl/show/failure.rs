@@ -4,6 +4,7 @@ use crate::args;
 use svc_base::untrusted_text::one_line;
 use svc_machine::state::FailureCause;
 use svc_wire::machine::{Failure, MachineDetail};
+use svc_wire::registration::RestoreFailureCode;
 
 /// Cause, stage and message, as in `boot_reported at restore: …`.
 pub fn summary_line(failure: &Failure) -> String {
@@ -99,22 +100,18 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
         machine.machine_id
     );
     let larger = format!("`svcctl recover {slot} --server-type TYPE` with a larger disk");
-    let message = failure.message.as_deref().unwrap_or_default();
-    Some(if message.contains("bytes are free") {
-        format!("{larger}; or {another}")
-    } else if message.contains("read into an older one") {
-        format!(
+    Some(match failure.message.as_deref().and_then(RestoreFailureCode::find) {
+        Some(RestoreFailureCode::NoSpace) => format!("{larger}; or {another}"),
+        Some(RestoreFailureCode::NewerPostgres) => format!(
             "`svcctl recover {slot} --image-version VERSION` with a release that has that PostgreSQL; or {another}"
-        )
-    } else if message.contains("the object store") {
-        format!(
+        ),
+        Some(RestoreFailureCode::StoreUnavailable) => format!(
             "`svcctl doctor` shows what is wrong with the object store; once it works, `svcctl recover {slot}`"
-        )
-    } else {
-        format!(
+        ),
+        None => format!(
             "the same snapshot may fail again: `svcctl pointer show {slot}` shows whether the latest is complete, {another}; \
              if the disk was too small, {larger}"
-        )
+        ),
     })
 }
 

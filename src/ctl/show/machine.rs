@@ -1,15 +1,11 @@
 //! Text views of machines: a list, and one machine with its operations.
 
-use serde::Deserialize;
-
 use super::copies::{LeftTimes, format_unsaved};
 use super::human::{ago, format_bytes, seconds, when};
 use super::table::{self, Cell};
 use super::{Colour, View, boot, copies, failure, operation, text, token};
 use crate::args;
 use svc_store::bucket::is_unusable_pointer;
-use svc_wire::change::AlsoDeleted;
-use svc_wire::copies::NewerSnapshot;
 use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, UpdateOutcome};
 use svc_wire::machine::{Attention, DiscardedMachine, Health, Machine, MachineDetail, MachinePage};
 use svc_wire::operation::Operation;
@@ -24,36 +20,6 @@ fn attention_cell(item: &Attention, handle: &str) -> Cell {
         _ => String::new(),
     };
     Cell::painted(Some(Colour::Bad), format!("{}: {}{next}", item.code, item.detail))
-}
-
-/// The response to a call that starts an operation.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Accepted {
-    pub machine_id: String,
-    pub idp_user_id: Option<String>,
-    pub slot: Option<String>,
-    pub handle: Option<String>,
-    pub registered_at: Option<String>,
-    pub status: Option<String>,
-    pub server_type: Option<String>,
-    pub operation_id: Option<String>,
-    pub old_machine_id: Option<String>,
-    pub deleted_at: Option<String>,
-    pub newest_snapshot_at: Option<String>,
-    /// `store`, or `reported` by a host if the store could not be read.
-    pub newest_snapshot_source: Option<String>,
-    /// The reason why the store's newest snapshot is unknown or cannot be restored.
-    pub snapshot_problem: Option<String>,
-    pub undeletable_until: Option<String>,
-    /// The machine that was deleted together with the one that was to replace it.
-    pub also_deleted: Option<AlsoDeleted>,
-    /// For an undelete: whether the deletion had already been undone.
-    pub already_undone: Option<bool>,
-    /// For a recovery: a stored snapshot that is newer than the one that it restores without a final backup.
-    pub newer_snapshot: Option<NewerSnapshot>,
-    /// For a power command.
-    pub action: Option<String>,
 }
 
 /// Shows the machine whose server is being deleted.
@@ -79,43 +45,6 @@ pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
             ("note", note.into()),
         ],
     )
-}
-
-impl Accepted {
-    /// The note that a repeated command changed nothing, or that a recovery has a newer snapshot.
-    pub fn note(&self) -> Option<String> {
-        if self.already_undone == Some(true) {
-            return Some("the deletion had already been undone; nothing was changed".to_owned());
-        }
-        if let Some(newer) = &self.newer_snapshot {
-            return Some(format!(
-                "{} of {} is newer than the snapshot to restore: if the host cannot make a final backup and no snapshot was \
-                 named, the recovery asks which one to restore",
-                newer.key, newer.taken_at
-            ));
-        }
-        self.is_off_already().then(|| "it had already been powered off; nothing was changed".to_owned())
-    }
-
-    /// Whether a power-off found it already off.
-    pub fn is_off_already(&self) -> bool {
-        self.action.as_deref() == Some("off") && self.operation_id.is_none()
-    }
-
-    fn status_word(&self) -> &str {
-        let status = self.status.as_deref().unwrap_or_default();
-        match (self.action.as_deref(), self.already_undone) {
-            _ if self.deleted_at.is_some() => "deleted",
-            (Some("off"), _) if self.is_off_already() => "off",
-            (Some("off"), _) => "being powered off",
-            (Some("on"), _) => "being powered on",
-            (Some("reboot"), _) => "being restarted",
-            (_, Some(false)) if status == "failed" => {
-                "being reinstated: it serves with its next healthy heartbeat"
-            }
-            _ => status,
-        }
-    }
 }
 
 /// The machine's state, or `off` instead of `running` while it is powered off.
@@ -277,78 +206,6 @@ pub fn details_with_left_times(view: &View, m: &MachineDetail, left_times: &Left
         shown.push_str(&operation::details(view, operation));
     }
     shown
-}
-
-pub fn accepted(view: &View, a: &Accepted) -> String {
-    let is_reported = a.newest_snapshot_source.as_deref() == Some("reported");
-    let source = if is_reported { ", as its host reported" } else { "" };
-    let newest = a.newest_snapshot_at.as_deref().map(|at| format!("{}{source}", when(view.now, at)));
-    let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none known".to_owned()));
-    let problem = a.snapshot_problem.as_ref().map(|problem| format!("; {problem}")).unwrap_or_default();
-    let newest = newest.map(|newest| newest + &problem);
-    table::pairs(
-        view,
-        &[
-            ("slot", slot_of_deleted(a).into()),
-            ("machine", a.machine_id.clone().into()),
-            ("with it", a.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
-            ("replaces", text(a.old_machine_id.as_ref()).into()),
-            ("type", text(a.server_type.as_ref()).into()),
-            ("status", Cell::state(a.status_word())),
-            ("operation", text(a.operation_id.as_ref()).into()),
-            ("snapshot", text(newest.as_ref()).into()),
-            ("undo", undo(view, a).into()),
-            ("note", a.note().unwrap_or_default().into()),
-        ],
-    )
-}
-
-/// `ada, slot primary of user_1`.
-fn slot_of_deleted(a: &Accepted) -> String {
-    let named = a.handle.as_ref().zip(a.slot.as_ref()).zip(a.idp_user_id.as_ref());
-    let named = named.filter(|_| a.deleted_at.is_some());
-    named.map(|((handle, slot), user)| format!("{handle}, slot {slot} of {user}")).unwrap_or_default()
-}
-
-/// The fate of the machine that was to be replaced.
-fn also_deleted(also: &AlsoDeleted) -> String {
-    format!(
-        "machine {}, which was to be replaced: operation {} takes its final backup, then its server is powered off and \
-         kept",
-        also.machine_id, also.operation_id
-    )
-}
-
-/// The command that undoes the accepted request.
-fn undo(view: &View, a: &Accepted) -> String {
-    if let Some(also) = &a.also_deleted {
-        let until = also.undeletable_until.as_deref();
-        let until = until.map(|until| format!(" until {}", when(view.now, until))).unwrap_or_default();
-        return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
-    }
-    match (&a.deleted_at, &a.undeletable_until, &a.old_machine_id, &a.operation_id) {
-        (Some(_), Some(until), _, _) => {
-            format!("`svcctl undelete {}` until {}", a.machine_id, when(view.now, until))
-        }
-        // Older platforms do not report whether the machine ever registered.
-        (Some(_), None, _, _) if a.registered_at.is_none() && a.handle.is_some() => {
-            let (user, slot) = (text(a.idp_user_id.as_ref()), text(a.slot.as_ref()));
-            format!(
-                "none: it never served; `svcctl provision {} --handle {}` creates a new machine",
-                args::slot_arguments(&user, &slot),
-                text(a.handle.as_ref())
-            )
-        }
-        (Some(_), None, _, Some(operation)) => {
-            format!(
-                "`svcctl operation abandon {operation}` until its server is off; then the server is deleted permanently"
-            )
-        }
-        (None, _, Some(_), Some(operation)) => {
-            format!("`svcctl operation abandon {operation}` until the new machine has registered")
-        }
-        _ => String::new(),
-    }
 }
 
 /// `gateway ok, database failing`, and the free disk space.

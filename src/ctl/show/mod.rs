@@ -2,6 +2,7 @@
 //!
 //! A text is a pure function of the response and a [`View`], so that the same response always looks the same.
 
+pub mod accepted;
 pub mod audit;
 pub mod backup;
 pub mod boot;
@@ -113,5 +114,7 @@ pub fn compact(value: Option<&Value>) -> String {
     }
 }
 
+#[cfg(test)]
+mod older_platform_tests;
 #[cfg(test)]
 mod tests;

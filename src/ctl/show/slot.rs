@@ -3,7 +3,15 @@
 use super::View;
 use super::human::when;
 use super::table::{self, Cell};
-use svc_wire::slot::Subscription;
+use svc_wire::slot::{Subscription, SubscriptionList};
+
+pub fn page(view: &View, page: &SubscriptionList) -> String {
+    let mut shown = list(view, &page.slots);
+    if let Some(cursor) = &page.next_cursor {
+        shown.push_str(&format!("more: --cursor {cursor}\n"));
+    }
+    shown
+}
 
 pub fn list(view: &View, slots: &[Subscription]) -> String {
     if slots.is_empty() {

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use svc_wire::change::{DeletedMachine, RecoveredMachine};
 use svc_wire::machine::MachineDetail;
 
 pub(super) const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
@@ -277,7 +278,7 @@ fn failed_machine_advice_depends_on_the_cause() {
 }
 
 #[test]
-fn failed_restore_advice_depends_on_the_message() {
+fn failed_restore_advice_depends_on_the_code() {
     let next = |slot: &str, message: &str| {
         let mut machine = failed();
         machine["slot"] = slot.into();
@@ -296,14 +297,11 @@ fn failed_restore_advice_depends_on_the_message() {
         assert!(damaged.contains(&command), "{command}: {damaged}");
     }
     assert!(!damaged.contains("`svcctl recover user_1`"), "the same again: {damaged}");
-    let full = next("second", "/var/lib/svc: 5 bytes are free and 9 are needed for the database");
+    let full = next("second", "svc-restore: code no_space: /var/lib/svc: 5 of 9 bytes");
     assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
-    let newer = next(
-        "primary",
-        "x is of PostgreSQL 17, and this machine has 16: it cannot be read into an older one",
-    );
+    let newer = next("primary", "svc-restore: code newer_postgres: x is of PostgreSQL 17");
     assert!(newer.contains("`svcctl recover user_1 --image-version VERSION`"), "{newer}");
-    let store = next("primary", "the snapshot could not be read from the object store");
+    let store = next("primary", "svc-restore: code store_unavailable: no answer");
     assert!(store.contains("`svcctl doctor`"), "{store}");
 }
 
@@ -368,13 +366,12 @@ fn status_shows_lost_and_reported_copies() {
 #[test]
 fn accepted_deletion_shows_snapshot_age_and_undo() {
     let deletion = |until: Value| {
-        read(
-            json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
-            "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": until, "operationId": OTHER}),
-        )
+        let deletion = json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
+            "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": until, "operationId": OTHER});
+        read::<DeletedMachine>(deletion).into()
     };
-    insta::assert_snapshot!(machine::accepted(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
-    let now = machine::accepted(&plain(), &deletion(Value::Null));
+    insta::assert_snapshot!(accepted::show(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
+    let now = accepted::show(&plain(), &deletion(Value::Null));
     assert!(now.contains("until its server is off; then the server is deleted permanently"), "{now}");
 }
 
@@ -394,12 +391,12 @@ fn status_of_deletion_without_grace_has_no_kept_server() {
 
 #[test]
 fn deletion_of_unserved_machine_has_no_undo() {
-    let deletion = read(
+    let deletion = read::<DeletedMachine>(
         json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "second", "handle": "ada",
         "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
         "newestSnapshotAt": null, "undeletableUntil": null, "operationId": OTHER, "alsoDeleted": null}),
     );
-    let shown = machine::accepted(&plain(), &deletion);
+    let shown = accepted::show(&plain(), &deletion.into());
     let undo =
         "none: it never served; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
     assert!(shown.contains(undo), "{shown}");
@@ -407,10 +404,11 @@ fn deletion_of_unserved_machine_has_no_undo() {
 
 #[test]
 fn accepted_recovery_shows_undo() {
-    let accepted =
-        read(json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
-        "epoch": 3, "operationId": OTHER}));
-    let shown = machine::accepted(&plain(), &accepted);
+    let accepted = read::<RecoveredMachine>(
+        json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
+        "epoch": 3, "operationId": OTHER}),
+    );
+    let shown = accepted::show(&plain(), &accepted.into());
     let undo = format!("undo       `svcctl operation abandon {OTHER}` until the new machine has registered");
     assert!(shown.contains(&undo), "{shown}");
 }

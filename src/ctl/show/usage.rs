@@ -1,35 +1,12 @@
 //! Text view of the cost of dispatches.
 
-use serde::Deserialize;
-
 use super::View;
 use super::table::{self, Cell};
 use svc_http::usage::GroupBy;
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Report {
-    total_cost: f64,
-    total_tokens_in: u64,
-    total_tokens_out: u64,
-    total_dispatches: u64,
-    entries: Vec<Entry>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Entry {
-    date: String,
-    model: Option<String>,
-    user_id: Option<String>,
-    cost: f64,
-    tokens_in: u64,
-    tokens_out: u64,
-    dispatches: u64,
-}
+use svc_wire::usage::{UsageEntry, UsageReport};
 
 /// Shows a row per entry, and the total at the end.
-pub fn show(view: &View, by: GroupBy, report: &Report) -> String {
+pub fn show(view: &View, by: GroupBy, report: &UsageReport) -> String {
     if report.entries.is_empty() {
         return "no usage\n".to_owned();
     }
@@ -40,13 +17,13 @@ pub fn show(view: &View, by: GroupBy, report: &Report) -> String {
         GroupBy::Model => "MODEL",
         GroupBy::User => "USER",
     };
-    let row = |entry: &Entry| {
+    let row = |entry: &UsageEntry| {
         let named = match by {
             GroupBy::Model => entry.model.as_ref(),
             GroupBy::User => entry.user_id.as_ref(),
             GroupBy::Day | GroupBy::Week | GroupBy::Month => None,
         };
-        let name = named.unwrap_or(&entry.date).clone();
+        let name = named.map_or(&*entry.date, String::as_str).to_owned();
         cells(name, entry.cost, [entry.tokens_in, entry.tokens_out, entry.dispatches])
     };
     let mut rows: Vec<_> = report.entries.iter().map(row).collect();
@@ -74,7 +51,7 @@ mod tests {
         let entry = |user: &str, cost: f64| json!({"date": "2026-11-01", "userId": user, "cost": cost, "tokensIn": 100, "tokensOut": 20, "dispatches": 1});
         let report = json!({"totalCost": 3.5, "totalTokensIn": 200, "totalTokensOut": 40, "totalDispatches": 2,
             "entries": [entry("telegram:7", 1.25), entry("user_1", 2.25)]});
-        let report: Report = serde_json::from_value(report).unwrap();
+        let report: UsageReport = serde_json::from_value(report).unwrap();
         assert_eq!(
             show(&VIEW, GroupBy::User, &report),
             "USER        COST   TOKENS IN  TOKENS OUT  DISPATCHES\n\

@@ -14,6 +14,7 @@ use crate::records::tail::Tail;
 use crate::records::usage_book;
 use crate::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
+use svc_wire::usage::UsageReport;
 
 /// Poll interval of `logs --follow`.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -85,7 +86,7 @@ pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     let UsageArgs { by, user, since, until, json } = args;
     let report = ledger.report(&UsageQuery { user_id: user, start: since, end: until, group_by: by });
     if json {
-        let text = serde_json::to_string(&report).or_exit(Exit::Internal)?;
+        let text = serde_json::to_string(&UsageReport::from(report)).or_exit(Exit::Internal)?;
         return print(&format!("{text}\n")).map(|_| ());
     }
     let head = match by {

@@ -4,11 +4,11 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use jiff::civil::{Date, Weekday};
-use serde::ser::SerializeMap;
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 use super::money::Dollars;
 pub use svc_http::usage::{GroupBy, UsageQuery};
+use svc_wire::usage::{UsageEntry, UsageReport};
 
 /// Index of an interned user or model name.
 type Name = u32;
@@ -115,35 +115,44 @@ impl UsageLine<'_> {
 }
 
 /// A group of a report.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch.
     pub date: Date,
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub user_id: Option<String>,
-    #[serde(flatten)]
     pub totals: Totals,
 }
 
 /// Groups, ordered by day or name, and the sum of all.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
-    #[serde(flatten, serialize_with = "as_total")]
     pub total: Totals,
     pub entries: Vec<Entry>,
 }
 
-/// Serializes the total with the specification's names.
-fn as_total<S: Serializer>(total: &Totals, out: S) -> Result<S::Ok, S::Error> {
-    let mut sums = out.serialize_map(None)?;
-    sums.serialize_entry("totalCost", &total.cost)?;
-    sums.serialize_entry("totalTokensIn", &total.tokens_in)?;
-    sums.serialize_entry("totalTokensOut", &total.tokens_out)?;
-    sums.serialize_entry("totalDispatches", &total.dispatches)?;
-    sums.end()
+impl From<Report> for UsageReport {
+    fn from(Report { total, entries }: Report) -> Self {
+        let entry = |Entry { date, model, user_id, totals }| {
+            let Totals { cost, tokens_in, tokens_out, dispatches } = totals;
+            UsageEntry {
+                date: date.into(),
+                model,
+                user_id,
+                cost: cost.as_f64(),
+                tokens_in,
+                tokens_out,
+                dispatches,
+            }
+        };
+        Self {
+            total_cost: total.cost.as_f64(),
+            total_tokens_in: total.tokens_in,
+            total_tokens_out: total.tokens_out,
+            total_dispatches: total.dispatches,
+            entries: entries.into_iter().map(entry).collect(),
+        }
+    }
 }
 
 /// All known usage.

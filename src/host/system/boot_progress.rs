@@ -6,8 +6,6 @@ use std::time::Duration;
 
 use http::StatusCode;
 use secrecy::{ExposeSecret, SecretString};
-use serde::Serialize;
-use serde_json::json;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -18,34 +16,11 @@ use crate::system::vars;
 use svc_base::chain::chain;
 use svc_http::client::{self, Deadlines};
 use svc_machine::id::MachineId;
+use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 
 /// Minimum time between two reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The progress of a restore.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ProgressAmount {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub bytes: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub total_bytes: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub rows: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub total_rows: Option<u64>,
-}
-
-impl ProgressAmount {
-    pub fn of_bytes(bytes: u64, total: u64) -> Self {
-        Self { bytes: Some(bytes), total_bytes: Some(total), ..Self::default() }
-    }
-
-    pub fn of_rows(rows: u64, total: u64) -> Self {
-        Self { rows: Some(rows), total_rows: Some(total), ..Self::default() }
-    }
-}
 
 /// Reports until it is dropped.
 pub struct BootReporter(JoinHandle<()>);
@@ -65,7 +40,7 @@ struct ReportLink {
 
 impl BootReporter {
     /// Reports each change of `amount`. `None` on a machine without a registration token.
-    pub fn start(layout: &Layout, amount: watch::Receiver<Option<ProgressAmount>>) -> Option<Self> {
+    pub fn start(layout: &Layout, amount: watch::Receiver<Option<StageProgress>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
         let platform = PlatformLink::read(&mut env, layout);
@@ -76,7 +51,7 @@ impl BootReporter {
     }
 }
 
-async fn report(link: ReportLink, mut amount: watch::Receiver<Option<ProgressAmount>>) {
+async fn report(link: ReportLink, mut amount: watch::Receiver<Option<StageProgress>>) {
     while amount.changed().await.is_ok() {
         let Some(now) = *amount.borrow_and_update() else { continue };
         match tokio::time::timeout(CALL_TIMEOUT, link.send(now)).await {
@@ -96,9 +71,9 @@ async fn report(link: ReportLink, mut amount: watch::Receiver<Option<ProgressAmo
 }
 
 impl ReportLink {
-    async fn send(&self, amount: ProgressAmount) -> Result<StatusCode, reqwest::Error> {
+    async fn send(&self, amount: StageProgress) -> Result<StatusCode, reqwest::Error> {
         let url = self.platform.url(&format!("/vps/{}/boot-stage", self.machine));
-        let body = json!({ "stage": "restore", "progress": amount });
+        let body = BootStageReport { stage: BootStageName::Restore.into(), progress: Some(amount) };
         let call = self.client.post(url).bearer_auth(self.token.expose_secret()).json(&body);
         Ok(call.send().await?.status())
     }

@@ -9,6 +9,7 @@ pub mod config;
 pub mod epoch;
 pub mod layout;
 pub mod lock;
+pub mod platform_response;
 pub mod postgres;
 pub mod postgres_tools;
 pub mod probe;

@@ -8,8 +8,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use sd_notify::NotifyState;
 use tokio::sync::watch;
 
-use super::boot_progress::ProgressAmount;
 use super::systemd;
+use svc_wire::registration::StageProgress;
 
 /// Minimum time between two status updates to systemd.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
@@ -17,7 +17,7 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 pub struct Progress {
     bar: Option<ProgressBar>,
     last_status: Mutex<Instant>,
-    amount: watch::Sender<Option<ProgressAmount>>,
+    amount: watch::Sender<Option<StageProgress>>,
 }
 
 impl Default for Progress {
@@ -33,13 +33,13 @@ impl Default for Progress {
 
 impl Progress {
     /// A receiver for each change of the progress.
-    pub fn subscribe(&self) -> watch::Receiver<Option<ProgressAmount>> {
+    pub fn subscribe(&self) -> watch::Receiver<Option<StageProgress>> {
         self.amount.subscribe()
     }
 
     /// Reports counted rows.
     pub fn rows(&self, done: u64, total: u64) {
-        self.amount.send_replace(Some(ProgressAmount::of_rows(done, total)));
+        self.amount.send_replace(Some(StageProgress::of_rows(done, total)));
     }
 
     /// Starts a phase of unknown length.
@@ -62,7 +62,7 @@ impl Progress {
 
     /// Reports processed bytes.
     pub fn bytes(&self, what: &'static str, done: u64, total: u64) {
-        let amount = Some(ProgressAmount::of_bytes(done, total));
+        let amount = Some(StageProgress::of_bytes(done, total));
         // Repeats are no progress.
         self.amount.send_if_modified(|now| std::mem::replace(now, amount) != amount);
         if let Some(bar) = &self.bar {

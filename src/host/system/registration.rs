@@ -1,11 +1,11 @@
 //! The registration of this machine that the platform accepted, as recorded by `svc-register`.
 
 use serde::Deserialize;
-use serde_json::value::RawValue;
 
 use crate::system::layout::Layout;
 use svc_base::fsx;
 use svc_machine::id::MachineId;
+use svc_wire::registration::Registration;
 
 /// The fields of `register.json` that are used here.
 #[derive(Debug, Deserialize)]
@@ -18,9 +18,9 @@ struct RegistrationRecord {
 }
 
 /// The request that the platform accepted; `None` if the file cannot be read.
-pub fn accepted(layout: &Layout, machine: MachineId) -> Option<Box<RawValue>> {
+pub fn accepted(layout: &Layout, machine: MachineId) -> Option<Registration> {
     let text = fsx::read_if_exists(&layout.registration()).ok().flatten()?;
     let record: RegistrationRecord = serde_json::from_slice(&text).ok()?;
     let is_accepted = record.machine_id == machine && record.registered_at.is_some();
-    RawValue::from_string(record.sent).ok().filter(|_| is_accepted)
+    serde_json::from_str(&record.sent).ok().filter(|_| is_accepted)
 }

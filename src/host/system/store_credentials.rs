@@ -18,17 +18,18 @@ use async_trait::async_trait;
 use http::{StatusCode, header};
 use jiff::{SignedDuration, Timestamp};
 use object_store::aws::AwsCredential;
-use secrecy::{ExposeSecret, SecretString};
-use serde::Deserialize;
+use secrecy::ExposeSecret;
 use tokio::sync::Mutex;
 
 use crate::system::config::PlatformLink;
+use crate::system::platform_response::{ProblemBody, read_body};
 use svc_base::clock;
 use svc_http::client::{self, Deadlines};
 use svc_http::problem::chain;
 use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
+use svc_wire::storage::{StorageCredentials, StoreSession};
 
 use self::state_file::StoredSession;
 pub use self::state_file::StoredSessions;
@@ -240,15 +241,16 @@ impl RenewingCredentials {
         let response = request_id::onward(request).send().await.map_err(unavailable)?;
         let now = clock::now_ms();
         let (status, date) = (response.status(), response_date(response.headers()));
-        let body = response.bytes().await.map_err(unavailable)?;
+        let body = read_body(response).await.map_err(|error| CredentialError::Unavailable(chain(&error)))?;
         if !status.is_success() {
             return Err(refusal_error(status, &body));
         }
-        let sessions: CredentialsResponse = serde_json::from_slice(&body)
+        let sessions: StorageCredentials = serde_json::from_slice(&body)
             .map_err(|_| CredentialError::Unavailable("cannot parse the platform's response".to_owned()))?;
         let sent_at = date.unwrap_or(now);
-        let outage = sessions.outage.map(|outage| outage.to_stored(sent_at, now));
-        let stored = StoredSessions::new(self.machine, sessions.session.to_stored(sent_at, now), outage, now);
+        let outage = sessions.outage.map(|outage| to_stored(&outage, sent_at, now));
+        let stored =
+            StoredSessions::new(self.machine, to_stored(&sessions.session, sent_at, now), outage, now);
         tracing::info!(expires_at = %stored.session.expires_at, "renewed the credentials for the object store");
         // A failed write is only logged: this process has the sessions, and the next one requests its own.
         if let Err(error) = tokio::task::block_in_place(|| stored.write(&self.file)) {
@@ -303,34 +305,14 @@ impl CredentialSource for RenewingCredentials {
     }
 }
 
-/// The response of the route. The store's address is in `r2.env`.
-#[derive(Deserialize)]
-struct CredentialsResponse {
-    #[serde(flatten)]
-    session: SessionResponse,
-    /// Absent from an older platform's response.
-    outage: Option<SessionResponse>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct SessionResponse {
-    access_key_id: String,
-    secret_access_key: SecretString,
-    session_token: Option<SecretString>,
-    expires_at: Timestamp,
-}
-
-impl SessionResponse {
-    /// Converts the expiry to this machine's clock; `sent_at` is the time of the response by the platform's clock.
-    fn to_stored(&self, sent_at: Timestamp, now: Timestamp) -> StoredSession {
-        let life = self.expires_at.duration_since(sent_at);
-        StoredSession {
-            access_key_id: self.access_key_id.clone(),
-            secret_access_key: self.secret_access_key.expose_secret().to_owned(),
-            session_token: self.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
-            expires_at: now.saturating_add(life).unwrap_or(self.expires_at),
-        }
+/// Converts a session's expiry to this machine's clock; `sent_at` is the time of the response by the platform's clock.
+fn to_stored(session: &StoreSession, sent_at: Timestamp, now: Timestamp) -> StoredSession {
+    let life = session.expires_at.duration_since(sent_at);
+    StoredSession {
+        access_key_id: session.access_key_id.clone(),
+        secret_access_key: session.secret_access_key.expose_secret().to_owned(),
+        session_token: session.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
+        expires_at: now.saturating_add(life).unwrap_or(session.expires_at),
     }
 }
 
@@ -342,11 +324,7 @@ fn response_date(headers: &header::HeaderMap) -> Option<Timestamp> {
 }
 
 fn refusal_error(status: StatusCode, body: &[u8]) -> CredentialError {
-    #[derive(Deserialize)]
-    struct Problem {
-        code: String,
-    }
-    let code = serde_json::from_slice::<Problem>(body).map_or_else(|_| String::new(), |problem| problem.code);
+    let code = ProblemBody::parse(body).code;
     if code == "superseded" {
         CredentialError::Withdrawn
     } else if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {

@@ -4,13 +4,14 @@
 //! changes nothing. Invariant: `update.env` holds one whole set, the old or the new one, with its sequence.
 
 use super::error::UpdateError;
-use super::trusted_keys::TrustedKeyIds;
+use super::trusted_keys;
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::config::{ConfigError, Env, with_env_lines};
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 use svc_store::bundle::KeySet;
+use svc_wire::heartbeat::TrustedKeyIds;
 
 /// Fail points of the adoption of a key set.
 pub const KEY_FAILPOINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
@@ -56,7 +57,7 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
 /// Writes the ids of the trusted keys for the sync agent, which may not read `update.env`.
 pub fn report(layout: &Layout) -> Result<(), UpdateError> {
     let KeySet { sequence, keys } = read(layout)?;
-    Ok(TrustedKeyIds { sequence, ids: keys.ids() }.write(layout)?)
+    Ok(trusted_keys::write(&TrustedKeyIds { sequence, ids: keys.ids() }, layout)?)
 }
 
 #[cfg(test)]
@@ -89,7 +90,7 @@ mod tests {
         assert_eq!(text.matches("SVC_BUNDLE_PUBLIC_KEYS").count(), 1, "{text}");
         let mode = std::fs::metadata(layout.update_env()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        let reported = TrustedKeyIds::read(&layout).unwrap();
+        let reported = trusted_keys::read(&layout).unwrap();
         assert_eq!((reported.sequence, reported.ids), (1, both.keys.ids()));
     }
 

@@ -8,7 +8,7 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{ApiCall, path_id, registration_rejected};
-use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, documented_json, status};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, documented_json};
 use super::mutation::{self, AuditChange, Reply};
 use super::{problems, register};
 use crate::context::Platform;
@@ -16,13 +16,13 @@ use crate::db::{self};
 use crate::lifecycle::{self, EventContext};
 use axum::routing::post;
 use svc_base::untrusted_text;
-use svc_http::openapi::{Operation, extensible, fields, object, some_text, text_to, uuid};
+use svc_http::openapi::{Operation, extensible, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
-
-const MAX_STAGE_CHARS: usize = 64;
+use svc_machine::state::Status;
+use svc_wire::registration::{BootFailureReport, BootFailureResponse, MAX_STAGE_CHARS};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -41,18 +41,21 @@ pub async fn handle(
     }
     let stage = fields.text("stage", MAX_STAGE_CHARS).map(|stage| untrusted_text::bounded(&stage));
     let message = fields.required_reported("message");
-    let (stage, message) = fields.finish(stage.zip(message))?;
+    let report = stage.zip(message).map(|(stage, message)| BootFailureReport { stage, message });
+    let report = fields.finish(report)?;
+    let BootFailureReport { stage, message } = &report;
 
-    let with = EventContext { failed_at: Some((&stage, &message)), ..EventContext::default() };
+    let with = EventContext { failed_at: Some((stage, message)), ..EventContext::default() };
     lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
         .await
         .map_err(|error| problems::lifecycle_problem(error, &machine))?;
-    let (target, after) = (id.to_string(), json!({"stage": stage, "message": message}));
+    let (target, after) = (id.to_string(), json!(report));
     let change = AuditChange { action: "boot-failure", target, before: None, after: Some(after) };
     mutation::write_audit(&tx, &format!("machine:{id}"), &change).await?;
     db::commit(tx).await?;
     tracing::warn!(machine = %id, stage, "host failed to boot");
-    Ok(Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "status": "failed"})).into_response())
+    let response = BootFailureResponse { machine_id: id.into(), status: Status::Failed.into() };
+    Ok(Reply::new(StatusCode::ACCEPTED, response).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -64,12 +67,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Reports that a host's boot failed, and at which stage.",
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
-        body: Some(|| {
-            extensible(fields(&[("stage", text_to(MAX_STAGE_CHARS)), ("message", some_text())], &[]))
-        }),
-        responses: &[documented_json(202, "The machine has failed.", || {
-            object(&[("machineId", uuid()), ("status", status())], &[])
-        })],
+        body: Some(|| extensible(schema_of::<BootFailureReport>())),
+        responses: &[documented_json(202, "The machine has failed.", schema_of::<BootFailureResponse>)],
         problems: &[
             Code::RegistrationRejected,
             Code::RateLimited,

@@ -1,7 +1,6 @@
 //! POST `/vps/:id/boot-stage`: a booting host reports its stage and progress. A report does not change the machine's
 //! state; progress extends the deadline of the registration.
 
-use std::str::FromStr;
 use std::sync::Arc;
 
 use axum::extract::{Request, State};
@@ -17,28 +16,17 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError, machine_changes};
 use axum::routing::post;
-use svc_base::clock::{now_ms, rfc3339_ms};
+use svc_base::clock::now_ms;
 use svc_http::fields::Fields;
-use svc_http::openapi::{Content, DocumentedResponse, Operation, count, extensible, fields, one_of};
+use svc_http::openapi::{Content, DocumentedResponse, Operation, extensible, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
+use svc_wire::machine::{BootProgress, BootStage};
+use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 
 /// Maximum number of stored stages; a host in a boot loop reports the same ones repeatedly.
 const MAX_STAGES: usize = 20;
-
-struct Stage(String);
-
-impl FromStr for Stage {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "bundle" | "database" | "restore" | "gateway" | "register" => Ok(Self(text.to_owned())),
-            _ => Err("must be bundle, database, restore, gateway or register"),
-        }
-    }
-}
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -57,41 +45,26 @@ pub async fn handle(
     }
     let stage = fields.required("stage");
     let progress = read_progress(&mut fields);
-    let Stage(stage) = fields.finish(stage)?;
-    if let Some(progress) = progress.map(|progress| progress.record(&stage)) {
+    let stage: BootStageName = fields.finish(stage)?;
+    if let Some(progress) = progress.map(|progress| json!(boot_progress(stage, progress))) {
         record_progress(&platform, &tx, &machine, &progress).await?;
         db::commit(tx).await?;
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
 
     let mut stages = machine.boot_stages.as_array().cloned().unwrap_or_default();
-    stages.push(json!({"stage": stage, "at": rfc3339_ms(now_ms())}));
+    stages.push(json!(BootStage { stage: stage.to_string(), at: now_ms().into() }));
     let surplus = stages.len().saturating_sub(MAX_STAGES);
     stages.drain(..surplus);
     machine_changes::record_boot_stages(&tx, id, &stages.into()).await?;
     db::commit(tx).await?;
-    tracing::info!(machine = %id, stage, "host boot stage");
+    tracing::info!(machine = %id, %stage, "host boot stage");
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-/// Progress within a stage. The figures only increase.
-struct StageProgress {
-    bytes: Option<u64>,
-    total_bytes: Option<u64>,
-    rows: Option<u64>,
-    total_rows: Option<u64>,
-}
-
-impl StageProgress {
-    fn record(&self, stage: &str) -> Value {
-        json!({
-            "stage": stage,
-            "bytes": self.bytes,
-            "totalBytes": self.total_bytes,
-            "rows": self.rows,
-            "totalRows": self.total_rows,
-        })
-    }
+fn boot_progress(stage: BootStageName, progress: StageProgress) -> BootProgress {
+    let StageProgress { bytes, total_bytes, rows, total_rows } = progress;
+    BootProgress { stage: stage.to_string(), bytes, total_bytes, rows, total_rows }
 }
 
 fn read_progress(fields: &mut Fields) -> Option<StageProgress> {
@@ -132,11 +105,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Reports the stage and progress of a booting host.",
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
-        body: Some(|| {
-            let figures = ["bytes", "totalBytes", "rows", "totalRows"].map(|name| (name, count()));
-            let stages = one_of(&["bundle", "database", "restore", "gateway", "register"]);
-            extensible(fields(&[("stage", stages)], &[("progress", extensible(fields(&[], &figures)))]))
-        }),
+        body: Some(|| extensible(schema_of::<BootStageReport>())),
         responses: &[DocumentedResponse { status: 204, about: "Recorded.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::RateLimited, Code::DatabaseUnavailable],
     },

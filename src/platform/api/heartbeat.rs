@@ -1,5 +1,7 @@
 //! POST `/vps/:id/heartbeat`: receives a host's report and responds with its desired state.
 
+mod report;
+
 use std::sync::Arc;
 
 use axum::Json;
@@ -7,17 +9,16 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::header::{CACHE_CONTROL, HeaderValue};
 use jiff::Timestamp;
-use secrecy::{ExposeSecret, SecretString};
-use serde_json::{Value, json};
+use secrecy::SecretString;
+use serde_json::json;
 
-use super::attention;
 use super::call::{ApiCall, AuthenticatedHost, path_id};
-use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json, image_version};
+use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json};
 use super::heal;
 use super::mutation::{self, AuditChange};
-use super::register::{self, HostRegistration};
+use super::register;
 use crate::context::Platform;
-use crate::db::machine_changes::{self, Heartbeat, TrustedKeys};
+use crate::db::machine_changes;
 use crate::db::machine_row::MachineRow;
 use crate::db::machine_server;
 use crate::db::upgrade_token;
@@ -28,45 +29,15 @@ use crate::tokens::{Generation, Purpose};
 use axum::routing::post;
 use http::Method;
 use svc_base::failpoint;
-use svc_base::untrusted_text;
-use svc_http::fields::Fields;
-use svc_http::openapi::{
-    Operation, any_text, array, boolean, count, extensible, fields, matching, nullable, object, one_of,
-    schema_of, text, uuid,
-};
+use svc_http::openapi::{Operation, extensible, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
-use svc_machine::epoch::{Epoch, MAX_EPOCH};
+use svc_http::proof::ProofKey;
 use svc_machine::id::MachineId;
-use svc_machine::name::ImageVersion;
-use svc_store::bundle::MAX_KEYS;
-use svc_wire::host::{
-    ComponentStatus, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks,
-    UpdateOutcome,
-};
-use svc_wire::machine::{self as wire, Disk, Health};
+use svc_wire::heartbeat::{self as wire, Heartbeat, HeartbeatResponse};
+use svc_wire::machine;
 
-/// Maximum number of proof keys that a host acknowledges.
-const MAX_PROOF_KIDS: usize = 16;
-
-struct HeartbeatReport {
-    image_version: ImageVersion,
-    health: Value,
-    is_healthy: bool,
-    last_backup: Option<Value>,
-    last_update: Option<Value>,
-    checks: Option<Value>,
-    updating: bool,
-    /// Items that need attention.
-    attention: Value,
-    /// When the reported verified snapshot was taken.
-    backup_taken_at: Option<Timestamp>,
-    epoch: Epoch,
-    proof_kids: Vec<String>,
-    trusted_keys: Option<TrustedKeys>,
-    /// The registration that the platform accepted.
-    registration: Option<HostRegistration>,
-}
+use report::{HeartbeatReport, parse_report};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -89,23 +60,11 @@ pub async fn handle(
     };
     let holds_slot_in_store = holds_slot_in_store(&platform, machine, &report).await?;
     let superseded = !machine.is_active() && stopped_for.is_none() && !holds_slot_in_store;
-    let epoch = report.epoch;
-    let is_healthy = report.is_healthy;
+    let epoch = report.sent.epoch;
+    let is_healthy = report.sent.health.is_ok();
     if !superseded {
         let session = platform.host_db.session().await?;
-        let heartbeat = Heartbeat {
-            image_version: &report.image_version,
-            health: &report.health,
-            last_backup: report.last_backup.as_ref(),
-            last_update: report.last_update.as_ref(),
-            checks: report.checks.as_ref(),
-            updating: report.updating,
-            attention: &report.attention,
-            backup_taken_at: report.backup_taken_at,
-            proof_kids: &report.proof_kids,
-            trusted_keys: report.trusted_keys.as_ref(),
-        };
-        machine_changes::record_heartbeat(&session, id, &heartbeat).await?;
+        machine_changes::record_heartbeat(&session, id, &report.columns()).await?;
         // The host runs although a power-off was ordered, so its data is unsaved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
             machine_server::record_power_on_in_slot(&session, id).await?;
@@ -123,20 +82,20 @@ pub async fn handle(
     let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
     drop(session);
-    let mut body = json!({
-        "desiredImageVersion": report.image_version,
-        "epoch": machine.epoch,
-        "superseded": superseded,
-        "proofKeys": keys,
-        "quiesce": stopped_for,
-    });
-    if let Some(desired) = desired {
-        body["desiredImageVersion"] = desired.image_version.into();
-        body["desiredRequestId"] = desired.request_id.into();
-    }
-    if let Some(token) = next_token.filter(|_| !superseded && machine.is_active()) {
-        body["nextToken"] = token.expose_secret().into();
-    }
+    let (desired_image_version, desired_request_id) = match desired {
+        Some(desired) => (desired.image_version, Some(desired.request_id)),
+        None => (report.sent.image_version, None),
+    };
+    let keys = keys.keys.into_iter().map(|ProofKey { kid, x }| wire::ProofKey { kid, x });
+    let body = HeartbeatResponse {
+        desired_image_version: Some(desired_image_version),
+        epoch: Some(machine.epoch),
+        superseded,
+        proof_keys: Some(wire::ProofKeys { keys: keys.collect() }),
+        quiesce: stopped_for.map(Into::into),
+        desired_request_id,
+        next_token: next_token.filter(|_| !superseded && machine.is_active()),
+    };
     let mut response = Json(body).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)
@@ -186,8 +145,8 @@ async fn advance_token(
     let change = AuditChange {
         action: "token.taken_up",
         target: id.to_string(),
-        before: Some(json!(wire::UpgradeToken::from(&before))),
-        after: Some(json!(wire::UpgradeToken::from(&after))),
+        before: Some(json!(machine::UpgradeToken::from(&before))),
+        after: Some(json!(machine::UpgradeToken::from(&after))),
     };
     mutation::write_audit(&tx, &format!("machine:{id}"), &change).await?;
     failpoint::pass("token-take-up-before-commit").map_err(|error| Problem::internal(&error))?;
@@ -218,7 +177,8 @@ async fn holds_slot_in_store(
             }
         }
     }
-    if report.epoch <= machine.epoch || report.epoch > machine.epoch.max_plausible() {
+    let epoch = report.sent.epoch;
+    if epoch <= machine.epoch || epoch > machine.epoch.max_plausible() {
         return Ok(false);
     }
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
@@ -254,174 +214,30 @@ pub(super) async fn needs_last_backup(platform: &Platform, machine: &MachineRow)
     Ok(operation.is_some_and(|operation| !operation.has_ended() && operation.step == "last_backup"))
 }
 
-fn epoch(fields: &mut Fields) -> Option<Epoch> {
-    let number = fields.required_number("epoch")?;
-    let epoch = u32::try_from(number).ok().map(Epoch).filter(|epoch| *epoch <= MAX_EPOCH);
-    if epoch.is_none() {
-        fields.wrong("epoch", format!("must be at most {MAX_EPOCH}"));
-    }
-    epoch
-}
-
 /// Parses a heartbeat's body, for `tests/fuzz`.
 ///
 /// # Errors
 /// The problem that the host would get.
 #[cfg(feature = "fuzzing")]
-pub async fn read_body(body: Vec<u8>) -> Result<Value, Problem> {
+pub async fn read_body(body: Vec<u8>) -> Result<serde_json::Value, Problem> {
     let mut request = Request::new(axum::body::Body::from(body));
     let json = http::HeaderValue::from_static("application/json");
     request.headers_mut().insert(http::header::CONTENT_TYPE, json);
     let report = parse_report(&ApiCall::read(request).await?)?;
+    let sent = &report.sent;
     Ok(json!({
-        "imageVersion": report.image_version,
-        "health": report.health,
-        "lastBackup": report.last_backup,
-        "lastUpdate": report.last_update,
-        "checks": report.checks,
-        "updating": report.updating,
-        "attention": report.attention,
+        "imageVersion": sent.image_version,
+        "health": report.stored_health(),
+        "lastBackup": sent.last_backup,
+        "lastUpdate": sent.last_update,
+        "checks": sent.checks,
+        "updating": sent.updating,
+        "attention": sent.attention,
         "backupTakenAt": report.backup_taken_at.map(svc_base::clock::rfc3339_ms),
-        "epoch": report.epoch,
-        "proofKids": report.proof_kids,
+        "epoch": sent.epoch,
+        "proofKids": sent.proof_kids,
         "hasRegistration": report.registration.is_some(),
     }))
-}
-
-fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
-    let mut fields = call.host_fields()?;
-    let image_version = fields.required("imageVersion");
-    let epoch = epoch(&mut fields);
-    let health = health(&mut fields);
-    let disk = disk(&mut fields);
-    let last_backup = last_backup(&mut fields);
-    let last_update = last_update(&mut fields);
-    let checks = checks(&mut fields);
-    let updating = fields.boolean("updating").unwrap_or(false);
-    let attention = attention::read(&mut fields);
-    let proof_kids = fields.strings("proofKids", MAX_PROOF_KIDS);
-    let trusted_keys = trusted_keys(&mut fields);
-    let registration = registration(&mut fields);
-    let built = (|| {
-        let ((gateway, database), disk, epoch) = (health?, disk?, epoch?);
-        let (last_backup, backup_taken_at) = last_backup.unzip();
-        let backup_taken_at = backup_taken_at.flatten();
-        Some(HeartbeatReport {
-            image_version: image_version?,
-            is_healthy: (gateway, database) == (ComponentStatus::Ok, ComponentStatus::Ok),
-            health: json!(Health { gateway: gateway.into(), database: database.into(), disk: Some(disk) }),
-            last_backup,
-            last_update,
-            checks,
-            updating,
-            attention,
-            backup_taken_at,
-            epoch,
-            proof_kids,
-            trusted_keys,
-            registration,
-        })
-    })();
-    fields.finish(built)
-}
-
-/// The ids of the keys whose signatures on releases the host accepts.
-fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeys> {
-    let mut inner = fields.optional_nested("trustedKeys")?;
-    let sequence = inner.required_number("sequence").map(u32::try_from);
-    if matches!(sequence, Some(Err(_))) {
-        inner.wrong("sequence", format!("must be at most {}", u32::MAX));
-    }
-    if !inner.has("ids") {
-        inner.wrong("ids", "is required");
-    }
-    let ids = inner.strings("ids", MAX_KEYS);
-    let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
-    if !ids.iter().all(is_id) {
-        inner.wrong("ids", "must each have 16 hexadecimal digits");
-    }
-    fields.close(inner);
-    Some(TrustedKeys { sequence: sequence?.ok()?, ids })
-}
-
-fn registration(fields: &mut Fields) -> Option<HostRegistration> {
-    let mut inner = fields.optional_nested("registration")?;
-    let registration = HostRegistration::read(&mut inner);
-    fields.close(inner);
-    registration
-}
-
-fn health(fields: &mut Fields) -> Option<(ComponentStatus, ComponentStatus)> {
-    let mut inner = fields.nested("health")?;
-    let (gateway, database) = (inner.required("gateway"), inner.required("database"));
-    fields.close(inner);
-    gateway.zip(database)
-}
-
-fn disk(fields: &mut Fields) -> Option<Disk> {
-    let mut inner = fields.nested("disk")?;
-    let (total, free) = (inner.required_number("totalBytes"), inner.required_number("freeBytes"));
-    fields.close(inner);
-    Some(Disk { total_bytes: total?, free_bytes: free? })
-}
-
-/// The report of the last backup, and when its snapshot was taken if it succeeded.
-fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
-    let mut inner = fields.optional_nested("lastBackup")?;
-    let status: Option<Outcome> = inner.required("status");
-    let key = inner.reported("key");
-    let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
-    let size_bytes = inner.optional_number("sizeBytes");
-    let error = inner.reported("error");
-    fields.close(inner);
-    let status = status?;
-    let report = LastBackup {
-        status: status.into(),
-        began_at: began_at.map(Into::into),
-        key,
-        taken_at: taken_at.map(Into::into),
-        size_bytes,
-        error,
-    };
-    Some((json!(report), taken_at.filter(|_| status == Outcome::Success)))
-}
-
-/// The report of the last update.
-fn last_update(fields: &mut Fields) -> Option<Value> {
-    let mut inner = fields.optional_nested("lastUpdate")?;
-    let version: Option<ImageVersion> = inner.required("version");
-    let outcome: Option<UpdateOutcome> = inner.required("outcome");
-    let stage: Option<String> = inner.required("stage");
-    let error = inner.reported("error");
-    let at = inner.required_time("at");
-    fields.close(inner);
-    Some(json!(LastUpdate {
-        version: version?.into(),
-        outcome: outcome?.into(),
-        stage: untrusted_text::bounded(&stage?),
-        at: at?.into(),
-        error,
-    }))
-}
-
-/// The report of the last snapshot checks, by kind.
-fn checks(fields: &mut Fields) -> Option<Value> {
-    let mut inner = fields.optional_nested("checks")?;
-    let checks = SnapshotChecks { verify: check(&mut inner, "verify"), drill: check(&mut inner, "drill") };
-    fields.close(inner);
-    Some(json!(checks))
-}
-
-fn check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
-    let mut inner = checks.optional_nested(kind)?;
-    let status: Option<Outcome> = inner.required("status");
-    let at = inner.required_time("at");
-    let key = inner.reported("key");
-    let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
-    let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
-    let error = inner.reported("error");
-    checks.close(inner);
-    Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -433,48 +249,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Receives a host's status and responds with its desired version, keys and token.",
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
-        body: Some(report_schema),
-        responses: &[documented_json(200, "The desired state of the host.", response_schema)],
+        body: Some(|| extensible(schema_of::<Heartbeat>())),
+        responses: &[documented_json(200, "The desired state of the host.", schema_of::<HeartbeatResponse>)],
         problems: &[Code::Forbidden, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),
 };
-
-fn report_schema() -> Value {
-    let word = || one_of(&["ok", "failing"]);
-    let kids = json!({ "type": "array", "items": any_text(), "maxItems": MAX_PROOF_KIDS });
-    let sequence = json!({ "type": "integer", "minimum": 0, "maximum": u32::MAX });
-    let key_ids = json!({ "type": "array", "items": matching("^[0-9A-Fa-f]{16}$"), "maxItems": MAX_KEYS });
-    extensible(fields(
-        &[
-            ("imageVersion", image_version()),
-            ("epoch", count()),
-            ("health", fields(&[("gateway", word()), ("database", word())], &[])),
-            ("disk", fields(&[("totalBytes", count()), ("freeBytes", count())], &[])),
-        ],
-        &[
-            ("lastBackup", schema_of::<LastBackup>()),
-            ("lastUpdate", schema_of::<LastUpdate>()),
-            ("checks", schema_of::<SnapshotChecks>()),
-            ("updating", boolean()),
-            ("attention", attention::attention_schema()),
-            ("proofKids", kids),
-            ("trustedKeys", fields(&[("sequence", sequence), ("ids", key_ids)], &[])),
-            ("registration", HostRegistration::schema()),
-        ],
-    ))
-}
-
-fn response_schema() -> Value {
-    let key = object(&[("kid", text()), ("x", text())], &[]);
-    object(
-        &[
-            ("desiredImageVersion", text()),
-            ("epoch", count()),
-            ("superseded", boolean()),
-            ("proofKeys", object(&[("keys", array(key))], &[])),
-            ("quiesce", nullable(uuid())),
-        ],
-        &[("desiredRequestId", text()), ("nextToken", text())],
-    )
-}

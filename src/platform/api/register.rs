@@ -11,12 +11,12 @@ use axum::response::{IntoResponse, Response};
 use deadpool_postgres::Transaction;
 use jiff::Timestamp;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::call::{ApiCall, registration_rejected};
-use super::endpoint::{Access, Endpoint, REGISTRATION, documented_json, image_version, sha256};
+use super::endpoint::{Access, Endpoint, REGISTRATION, documented_json};
 use super::mutation::{self, AuditChange};
 use crate::context::Platform;
 use crate::db::machine_changes::{self, Registration};
@@ -28,26 +28,30 @@ use crate::tokens;
 use axum::routing::post;
 use http::Method;
 use svc_http::fields::Fields;
-use svc_http::openapi::{Operation, count, extensible, fields, object, one_of, uuid};
+use svc_http::openapi::{Operation, extensible, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_http::tls::SpkiPin;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
+use svc_machine::state::Status;
 use svc_store::bundle::parse_digest;
+use svc_wire::registration::{self as wire, RegistrationResponse};
 
-/// A host's registration.
+/// A host's registration, with its TLS pin parsed.
 pub struct HostRegistration {
-    body: RegistrationBody,
+    pub sent: wire::Registration,
     pin: SpkiPin,
 }
 
+/// The form whose hash is stored, by which a repeated request is recognised, and which the audit has. It must not
+/// change, because the platform may be updated between a request and its repetition.
 #[derive(Serialize)]
-struct RegistrationBody {
+struct CanonicalRegistration<'a> {
     machine: MachineId,
-    image_version: ImageVersion,
-    bundle_sha256: String,
-    tls_spki_sha256: String,
+    image_version: &'a ImageVersion,
+    bundle_sha256: &'a str,
+    tls_spki_sha256: &'a str,
     boot_ms: Option<u64>,
 }
 
@@ -147,32 +151,31 @@ impl HostRegistration {
         let pin: Option<SpkiPin> = fields.required("tlsSpkiSha256");
         let boot_ms = fields.optional_number("bootMs");
         let pin = pin?;
-        let body = RegistrationBody {
-            machine: machine?,
+        let sent = wire::Registration {
+            machine_id: machine?,
             image_version: image_version?,
             bundle_sha256: bundle_sha256?,
             tls_spki_sha256: pin.to_string(),
             boot_ms,
         };
-        Some(Self { body, pin })
+        Some(Self { sent, pin })
     }
 
     /// Whether the registration is for this machine.
     pub fn is_of(&self, machine: MachineId) -> bool {
-        self.body.machine == machine
+        self.sent.machine_id == machine
     }
 
-    /// Schema of the request.
-    pub fn schema() -> Value {
-        extensible(fields(
-            &[
-                ("machineId", uuid()),
-                ("imageVersion", image_version()),
-                ("bundleSha256", sha256()),
-                ("tlsSpkiSha256", sha256()),
-            ],
-            &[("bootMs", count())],
-        ))
+    fn canonical(&self) -> CanonicalRegistration<'_> {
+        let wire::Registration { machine_id, image_version, bundle_sha256, tls_spki_sha256, boot_ms } =
+            &self.sent;
+        CanonicalRegistration {
+            machine: *machine_id,
+            image_version,
+            bundle_sha256,
+            tls_spki_sha256,
+            boot_ms: *boot_ms,
+        }
     }
 }
 
@@ -181,10 +184,11 @@ async fn register(
     tx: &Transaction<'_>,
     machine: &MachineRow,
     registration: &HostRegistration,
-) -> Result<Value, Problem> {
-    let HostRegistration { body, pin } = registration;
-    let response = json!({"status": "running", "epoch": machine.epoch});
-    let canonical = serde_json::to_vec(body).map_err(|error| Problem::internal(&error))?;
+) -> Result<RegistrationResponse, Problem> {
+    let HostRegistration { sent, pin } = registration;
+    let response = RegistrationResponse { status: Status::Running.into(), epoch: machine.epoch };
+    let canonical =
+        serde_json::to_vec(&registration.canonical()).map_err(|error| Problem::internal(&error))?;
     let body_hash = Sha256::digest(&canonical).to_vec();
     if let Some(first) = &machine.registration_body_hash {
         let same: bool = first.ct_eq(&body_hash).into();
@@ -206,19 +210,19 @@ async fn register(
         Err(LifecycleError::Db(error)) => return Err(error.into()),
         Err(error @ LifecycleError::Missing(_)) => return Err(Problem::internal(&error)),
     }
-    let registration = Registration {
-        image_version: &body.image_version,
-        bundle_sha256: &body.bundle_sha256,
+    let columns = Registration {
+        image_version: &sent.image_version,
+        bundle_sha256: &sent.bundle_sha256,
         tls_pin: *pin,
         body_hash: &body_hash,
     };
-    machine_changes::record_registration(tx, machine.id, &registration).await?;
-    db::slots::set_release(tx, &machine.user, &machine.slot, &body.image_version).await?;
+    machine_changes::record_registration(tx, machine.id, &columns).await?;
+    db::slots::set_release(tx, &machine.user, &machine.slot, &sent.image_version).await?;
     db::operations::end_running(tx, machine.id, "succeeded", None).await?;
-    let (target, after) = (machine.id.to_string(), serde_json::to_value(body).ok());
+    let (target, after) = (machine.id.to_string(), serde_json::to_value(registration.canonical()).ok());
     let change = AuditChange { action: "register", target, before: None, after };
     mutation::write_audit(tx, &format!("machine:{}", machine.id), &change).await?;
-    tracing::info!(machine = %machine.id, boot_ms = body.boot_ms, "registered");
+    tracing::info!(machine = %machine.id, boot_ms = sent.boot_ms, "registered");
     Ok(response)
 }
 
@@ -231,10 +235,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Registers a new host, which makes its machine routable.",
         credentials: &[REGISTRATION],
         parameters: &[],
-        body: Some(HostRegistration::schema),
-        responses: &[documented_json(200, "The machine is running.", || {
-            object(&[("status", one_of(&["running"])), ("epoch", count())], &[])
-        })],
+        body: Some(|| extensible(schema_of::<wire::Registration>())),
+        responses: &[documented_json(200, "The machine is running.", schema_of::<RegistrationResponse>)],
         problems: &[
             Code::RegistrationRejected,
             Code::RateLimited,

@@ -1,26 +1,50 @@
 //! PUT and GET `/vps/slots`: subscriptions of slots, which the billing system sets.
 
+use std::str::FromStr;
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, documented_json, idp_user_id,
-    plan, slot_name,
+    Access, BILLING, CURSOR, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, documented_json,
+    idp_user_id, plan, slot_name,
 };
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::slots::{self, SlotRow};
 use axum::routing;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, one_of, schema_of, time};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, fields, matching, named, one_of, schema_of, time,
+};
 use svc_http::problem::{Code, Problem};
-use svc_machine::name::Slot;
+use svc_machine::name::{IdpUserId, Slot};
 use svc_wire::slot::{Subscription, SubscriptionList};
+
+const PAGE_SIZE: usize = 1000;
+
+/// `USER/SLOT`.
+fn cursor() -> Value {
+    let (user, slot) = (IdpUserId::PATTERN, Slot::PATTERN);
+    matching(&format!("{}/{}", user.trim_end_matches('$'), slot.trim_start_matches('^')))
+}
+
+/// The last slot of a page.
+struct Cursor(IdpUserId, Slot);
+
+impl FromStr for Cursor {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let parsed =
+            text.split_once('/').and_then(|(user, slot)| Some(Self(user.parse().ok()?, slot.parse().ok()?)));
+        parsed.ok_or("must be the nextCursor of the previous page")
+    }
+}
 
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -62,10 +86,16 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     call.authenticate_operator(&platform).await?;
     let mut query = call.query_fields();
     let user = query.optional("idpUserId");
+    let after: Option<Cursor> = query.optional("cursor");
     query.finish(Some(()))?;
     let session = platform.report_db.session().await?;
-    let rows = slots::list(&session, user.as_ref()).await?;
-    Ok(Json(SubscriptionList { slots: rows.iter().map(Into::into).collect() }).into_response())
+    let after = after.map(|Cursor(user, slot)| (user, slot));
+    let mut rows = slots::list(&session, user.as_ref(), after.as_ref(), PAGE_SIZE as i64 + 1).await?;
+    let has_more = rows.len() > PAGE_SIZE;
+    rows.truncate(PAGE_SIZE);
+    let next = rows.last().filter(|_| has_more).map(|last| format!("{}/{}", last.user, last.slot));
+    let page = SubscriptionList { slots: rows.iter().map(Into::into).collect(), next_cursor: next };
+    Ok(Json(page).into_response())
 }
 
 pub static PUT: Endpoint = Endpoint {
@@ -101,14 +131,17 @@ pub static LIST: Endpoint = Endpoint {
         path: "/vps/slots",
         summary: "Lists the subscriptions of slots.",
         credentials: &[OPERATOR],
-        parameters: &[Parameter {
-            name: "idpUserId",
-            location: ParameterLocation::Query,
-            schema: idp_user_id,
-            about: "Only subscriptions of this user.",
-        }],
+        parameters: &[
+            Parameter {
+                name: "idpUserId",
+                location: ParameterLocation::Query,
+                schema: idp_user_id,
+                about: "Only subscriptions of this user.",
+            },
+            Parameter { schema: cursor, ..CURSOR },
+        ],
         body: None,
-        responses: &[documented_json(200, "The subscriptions.", schema_of::<SubscriptionList>)],
+        responses: &[documented_json(200, "A page.", schema_of::<SubscriptionList>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || routing::get(list),

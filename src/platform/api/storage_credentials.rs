@@ -17,11 +17,11 @@ use crate::context::Platform;
 use crate::host_store::SessionGrant;
 use axum::routing::post;
 use http::Method;
-use serde_json::Value;
-use svc_http::openapi::{Operation, nullable, object, text, time};
+use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
 use svc_machine::id::MachineId;
+use svc_wire::storage::StorageCredentials;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -66,7 +66,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
         body: None,
-        responses: &[documented_json(200, "The credentials.", response_schema)],
+        responses: &[documented_json(200, "The credentials.", schema_of::<StorageCredentials>)],
         problems: &[
             Code::Forbidden,
             Code::RateLimited,
@@ -79,33 +79,3 @@ pub static ENDPOINT: Endpoint = Endpoint {
     },
     serve: || post(handle),
 };
-
-fn response_schema() -> Value {
-    object(
-        &[
-            ("accessKeyId", text()),
-            ("secretAccessKey", text()),
-            ("sessionToken", nullable(text())),
-            ("expiresAt", nullable(time())),
-            ("region", text()),
-            ("endpoint", nullable(text())),
-            ("bucket", text()),
-            ("prefix", text()),
-            ("outage", nullable(outage_schema())),
-        ],
-        &[],
-    )
-}
-
-/// Credentials with which a host stores snapshots while the platform is unreachable.
-fn outage_schema() -> Value {
-    object(
-        &[
-            ("accessKeyId", text()),
-            ("secretAccessKey", text()),
-            ("sessionToken", nullable(text())),
-            ("expiresAt", time()),
-        ],
-        &[],
-    )
-}

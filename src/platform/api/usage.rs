@@ -9,7 +9,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use http::{Method, StatusCode, header};
 use jiff::civil::Date;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::call::{ApiCall, path_id};
@@ -22,12 +21,13 @@ use crate::db::machine_row::MachineRow;
 use crate::operations::host_call::{self, HostCallError, UsageError};
 use crate::operators::Operator;
 use svc_base::untrusted_text;
-use svc_http::openapi::Operation;
+use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, chain};
 use svc_http::usage::{self, UsageQuery};
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
+use svc_wire::usage::UsageReport;
 
 const RETRY_SECONDS: u64 = 5;
 
@@ -59,7 +59,7 @@ async fn read(platform: &Platform, id: MachineId, query: &UsageQuery) -> Result<
         tracing::warn!(machine = %id, error = %chain(&error), "cannot read the host's usage");
         host_problem(id, &error)
     })?;
-    UsageReport::parse(&response).map_err(|error| {
+    parse_report(&response).map_err(|error| {
         tracing::warn!(machine = %id, %error, "the host's response is not a valid usage report");
         let detail =
             format!("The response of machine {id} is not a valid usage report; see the platform's log.");
@@ -160,46 +160,21 @@ async fn record(
     Ok(db::commit(tx).await?)
 }
 
-/// A host's report. Unknown fields are not passed on.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct UsageReport {
-    total_cost: f64,
-    total_tokens_in: u64,
-    total_tokens_out: u64,
-    total_dispatches: u64,
-    entries: Vec<UsageEntry>,
-}
-
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct UsageEntry {
-    date: Date,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    model: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    user_id: Option<String>,
-    cost: f64,
-    tokens_in: u64,
-    tokens_out: u64,
-    dispatches: u64,
-}
-
-impl UsageReport {
-    /// Parses a report. Texts become bounded and printable; negative costs are an error.
-    fn parse(response: &[u8]) -> Result<Self, String> {
-        let mut report: Self = serde_json::from_slice(response).map_err(|error| error.to_string())?;
-        let costs = report.entries.iter().map(|entry| entry.cost);
-        if costs.chain([report.total_cost]).any(|cost| cost < 0.0) {
-            return Err("a cost is negative".to_owned());
-        }
-        for entry in &mut report.entries {
-            for text in [&mut entry.model, &mut entry.user_id].into_iter().flatten() {
-                *text = untrusted_text::bounded(text);
-            }
-        }
-        Ok(report)
+/// Parses a host's report. Unknown fields are dropped, texts become bounded and printable, and negative costs and
+/// invalid dates are errors.
+fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
+    let mut report: UsageReport = serde_json::from_slice(response).map_err(|error| error.to_string())?;
+    let costs = report.entries.iter().map(|entry| entry.cost);
+    if costs.chain([report.total_cost]).any(|cost| cost < 0.0) {
+        return Err("a cost is negative".to_owned());
     }
+    for entry in &mut report.entries {
+        entry.date = entry.date.parse::<Date>().map_err(|error| error.to_string())?.into();
+        for text in [&mut entry.model, &mut entry.user_id].into_iter().flatten() {
+            *text = untrusted_text::bounded(text);
+        }
+    }
+    Ok(report)
 }
 
 /// Parses a host's report, for `tests/fuzz`.
@@ -208,7 +183,7 @@ impl UsageReport {
 /// The reason why the report is invalid.
 #[cfg(feature = "fuzzing")]
 pub fn read_report(response: &[u8]) -> Result<serde_json::Value, String> {
-    UsageReport::parse(response).map(|report| json!(report))
+    parse_report(response).map(|report| json!(report))
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -221,7 +196,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, usage::USER_ID, usage::START_DATE, usage::END_DATE, usage::GROUP_BY],
         body: None,
-        responses: &[documented_json(200, "The sums.", usage::report)],
+        responses: &[documented_json(200, "The sums.", schema_of::<UsageReport>)],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,
@@ -247,7 +222,7 @@ mod tests {
         let mut report = json!({"totalCost": 1.5, "totalTokensIn": 1, "totalTokensOut": 2, "totalDispatches": 1,
             "entries": [entry]});
         change(&mut report);
-        UsageReport::parse(report.to_string().as_bytes())
+        parse_report(report.to_string().as_bytes())
     }
 
     #[test]
@@ -263,7 +238,7 @@ mod tests {
         assert!(report(|it| it["entries"][0]["cost"] = json!(-0.1)).is_err());
         assert!(report(|it| it["entries"][0]["date"] = json!("soon")).is_err());
         assert!(report(|it| it["entries"] = json!(null)).is_err());
-        assert!(UsageReport::parse(b"<html>").is_err());
+        assert!(parse_report(b"<html>").is_err());
     }
 
     #[test]

@@ -15,6 +15,7 @@ use svc_machine::event::RestoreMode;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::Status;
+use svc_wire::heartbeat::TrustedKeyIds;
 use svc_wire::machine::MachineKind;
 
 /// A machine to insert.
@@ -324,25 +325,19 @@ pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbErro
 /// The columns that a heartbeat writes.
 pub struct Heartbeat<'a> {
     pub image_version: &'a ImageVersion,
-    pub health: &'a Value,
-    pub last_backup: Option<&'a Value>,
-    pub last_update: Option<&'a Value>,
-    pub checks: Option<&'a Value>,
+    pub health: Value,
+    pub last_backup: Option<Value>,
+    pub last_update: Option<Value>,
+    pub checks: Option<Value>,
     /// Its host is updating.
     pub updating: bool,
     /// Problems that its host reports for a person: `[{code, detail}]`.
-    pub attention: &'a Value,
+    pub attention: Value,
     /// When the verified snapshot that it reports was taken.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
     /// `None` keeps the last reported value.
-    pub trusted_keys: Option<&'a TrustedKeys>,
-}
-
-/// The keys by which a host verifies releases: their ids, and the sequence number of the set.
-pub struct TrustedKeys {
-    pub sequence: u32,
-    pub ids: Vec<String>,
+    pub trusted_keys: Option<&'a TrustedKeyIds>,
 }
 
 /// Writes a heartbeat. A snapshot dated after the database's clock is ignored: it would silence the slot's backup

@@ -233,7 +233,7 @@ pub async fn set_state(
 
 /// The release that a machine should run, and the request that ordered it.
 pub struct DesiredRelease {
-    pub image_version: String,
+    pub image_version: ImageVersion,
     pub request_id: String,
 }
 
@@ -244,8 +244,12 @@ pub async fn desired_release(
 ) -> Result<Option<DesiredRelease>, DbError> {
     let sql = "SELECT o.image_version, o.request_id FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
                WHERE r.machine_id = $1 AND r.state = 'asked' AND o.state = 'running'";
-    let found = query_opt(client, sql, &[&machine.0]).await?;
-    Ok(found.map(|row| DesiredRelease { image_version: row.get(0), request_id: row.get(1) }))
+    let Some(found) = query_opt(client, sql, &[&machine.0]).await? else { return Ok(None) };
+    let version: &str = found.get(0);
+    let parsed = version.parse();
+    let image_version =
+        parsed.map_err(|why| DbError::Unreadable { what: "rollouts", why: format!("{why}") })?;
+    Ok(Some(DesiredRelease { image_version, request_id: found.get(1) }))
 }
 
 /// The newest rollouts, newest first.

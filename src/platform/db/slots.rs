@@ -55,14 +55,20 @@ pub async fn find_subscription(
     query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
 }
 
-/// The slots of one user, or of all users; at most 1000.
-pub async fn list(client: &impl GenericClient, user: Option<&IdpUserId>) -> Result<Vec<SlotRow>, DbError> {
+/// The slots of one user, or of all users, after another slot.
+pub async fn list(
+    client: &impl GenericClient,
+    user: Option<&IdpUserId>,
+    after: Option<&(IdpUserId, Slot)>,
+    limit: i64,
+) -> Result<Vec<SlotRow>, DbError> {
     let sql = format!(
-        "SELECT {COLUMNS} FROM slots WHERE $1::text IS NULL OR idp_user_id = $1 \
-         ORDER BY idp_user_id, slot LIMIT 1000"
+        "SELECT {COLUMNS} FROM slots WHERE ($1::text IS NULL OR idp_user_id = $1) \
+         AND ($2::text IS NULL OR (idp_user_id, slot) > ($2, $3::text)) ORDER BY idp_user_id, slot LIMIT $4"
     );
     let user = user.map(IdpUserId::as_str);
-    query(client, &sql, &[&user]).await?.iter().map(SlotRow::parse).collect()
+    let (after_user, after_slot) = after.map(|(user, slot)| (user.as_str(), slot.as_str())).unzip();
+    query(client, &sql, &[&user, &after_user, &after_slot, &limit]).await?.iter().map(SlotRow::parse).collect()
 }
 
 /// Inserts a slot, or replaces its subscription.
@@ -110,7 +116,7 @@ pub async fn find_release(
     parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
 }
 
-/// Records the release that the slot's machine runs.
+/// Records the release that the slot's machine runs. `set_at` is the time of the last change.
 pub async fn set_release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -131,7 +137,8 @@ pub async fn set_release_for_machine(
 ) -> Result<(), DbError> {
     let sql = "INSERT INTO slot_releases (idp_user_id, slot, image_version) \
                SELECT idp_user_id, slot, $2 FROM user_machines WHERE machine_id = $1 \
-               ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $2, set_at = clock_timestamp()";
+               ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $2, set_at = clock_timestamp() \
+               WHERE slot_releases.image_version <> $2";
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
 }
 

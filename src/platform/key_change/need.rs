@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
 
-use super::{BATCH_SIZE, MAX_SIGNING_KEYS};
+use super::BATCH_SIZE;
 use crate::db::platform_keys::{self, OtherProcess};
 use crate::db::{self, DbError, upgrade_token};
 use crate::keys::{Seal, SealedWith};
@@ -167,15 +167,14 @@ fn plural(what: &str, count: u64) -> String {
 /// Every signing key in the database, including retired ones.
 pub async fn signing_keys(client: &impl GenericClient) -> Result<Vec<db::keys::StoredKey>, DbError> {
     let mut all: Vec<db::keys::StoredKey> = Vec::new();
-    while all.len() < MAX_SIGNING_KEYS {
+    loop {
         let after = all.last().map_or("", |key| key.kid.as_str());
         let more = db::keys::list_after(client, after, BATCH_SIZE).await?;
         if more.is_empty() {
-            break;
+            return Ok(all);
         }
         all.extend(more);
     }
-    Ok(all)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use super::step::StepError;
 use svc_machine::event::CreationFailure;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_store::StoreError;
+use svc_store::pointer::Fenced;
 use svc_store::pointer_io::PointerError;
 use svc_store::sts::StsError;
 
@@ -20,32 +21,30 @@ impl StepError {
     }
 }
 
-/// Only the provider's own errors are attributed to it. A store error anywhere in the chain is attributed to the store.
+/// The outermost error of the chain that names a component decides: the provider, the store, or a fence in the store.
 pub fn creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
-    if let Some(error) = source.downcast_ref::<ProviderError>() {
-        return match error.kind() {
+    let outermost: &(dyn Error + 'static) = source;
+    let mut chain = std::iter::successors(Some(outermost), |&error| error.source());
+    chain.find_map(component_failure).unwrap_or(CreationFailure::Internal)
+}
+
+/// The failure that an error alone stands for, if it names a component.
+fn component_failure(error: &(dyn Error + 'static)) -> Option<CreationFailure> {
+    if let Some(error) = error.downcast_ref::<ProviderError>() {
+        return Some(match error.kind() {
             ErrorKind::Refused => CreationFailure::ProviderRefused,
             ErrorKind::NotFound
             | ErrorKind::Conflict
             | ErrorKind::Account
             | ErrorKind::Transient
             | ErrorKind::Ambiguous => CreationFailure::ProviderUnavailable,
-        };
+        });
     }
-    if matches!(source.downcast_ref(), Some(PointerError::Fenced(_))) {
-        return CreationFailure::Fenced;
+    if matches!(error.downcast_ref(), Some(PointerError::Fenced(_))) || error.is::<Fenced>() {
+        return Some(CreationFailure::Fenced);
     }
-    let is_store_error = |error: &(dyn Error + 'static)| {
-        error.is::<PointerError>() || error.is::<StoreError>() || error.is::<StsError>()
-    };
-    let mut cause: Option<&(dyn Error + 'static)> = Some(source);
-    while let Some(error) = cause {
-        if is_store_error(error) {
-            return CreationFailure::StoreFailed;
-        }
-        cause = error.source();
-    }
-    CreationFailure::Internal
+    let is_store_error = error.is::<PointerError>() || error.is::<StoreError>() || error.is::<StsError>();
+    is_store_error.then_some(CreationFailure::StoreFailed)
 }
 
 #[cfg(test)]
@@ -54,25 +53,35 @@ mod tests {
     use crate::db::DbError;
     use svc_machine::epoch::Epoch;
     use svc_provider::Cause;
-    use svc_store::pointer::Fenced;
+
+    /// An error of ours around another one.
+    #[derive(Debug, thiserror::Error)]
+    #[error("create the machine")]
+    struct Wrapped(#[source] Box<dyn Error + Send + Sync>);
 
     #[test]
     fn creation_failure_names_failed_component() {
         let provider = |kind| {
             let cause =
                 Cause::Response { status: 422, code: "invalid_input".to_owned(), message: String::new() };
-            StepError::permanent("x", ProviderError::new("create server", kind, cause))
+            ProviderError::new("create server", kind, cause)
         };
+        let refused = || provider(ErrorKind::Refused);
+        let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", Wrapped(error));
         let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };
         let store = || StoreError::Corrupt { key: "k".to_owned(), why: "w".to_owned() };
         let cases = [
-            (provider(ErrorKind::Refused), CreationFailure::ProviderRefused),
-            (provider(ErrorKind::Transient), CreationFailure::ProviderUnavailable),
+            (StepError::permanent("x", refused()), CreationFailure::ProviderRefused),
+            (StepError::permanent("x", provider(ErrorKind::Transient)), CreationFailure::ProviderUnavailable),
             (StepError::permanent("x", PointerError::Fenced(fenced)), CreationFailure::Fenced),
             (StepError::transient("x", PointerError::Store(store())), CreationFailure::StoreFailed),
             (StepError::transient("x", PointerError::Contended), CreationFailure::StoreFailed),
             (StepError::transient("x", store()), CreationFailure::StoreFailed),
             (StepError::from(DbError::Contended), CreationFailure::Internal),
+            (wrapped(Box::new(PointerError::Fenced(fenced))), CreationFailure::Fenced),
+            (wrapped(Box::new(refused())), CreationFailure::ProviderRefused),
+            (wrapped(Box::new(Wrapped(Box::new(store())))), CreationFailure::StoreFailed),
+            (wrapped(Box::new(DbError::Contended)), CreationFailure::Internal),
         ];
         for (error, expected) in cases {
             assert_eq!(error.creation_failure(), expected, "{error:?}");

@@ -11,6 +11,7 @@ use jiff::civil::Date;
 use svc::host::records::ledger::{GroupBy, UsageQuery};
 use svc::host::records::usage_book::Book;
 use svc::host::records::writer::Writer;
+use svc::wire::usage::UsageReport;
 
 use crate::{nanos, print_figure, quantile};
 
@@ -41,10 +42,11 @@ pub fn measure(dir: &Path) -> Result<()> {
         for _ in 0..QUERIES {
             let started = Instant::now();
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
+            let report = UsageReport::from(report);
             let text = serde_json::to_vec(&report)?;
             samples.push(nanos(started));
             ensure!(
-                report.total.dispatches == u64::from(DAYS.unsigned_abs()) * USERS * MODELS
+                report.total_dispatches == u64::from(DAYS.unsigned_abs()) * USERS * MODELS
                     && !text.is_empty()
             );
         }

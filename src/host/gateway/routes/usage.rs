@@ -9,16 +9,17 @@ use http::Method;
 use crate::agents::kernel::Kernel;
 use crate::gateway::auth::READERS_AND_PLATFORM;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::records::ledger::{Report, UsageQuery};
+use crate::records::ledger::UsageQuery;
 use svc_http::fields::Fields;
-use svc_http::openapi::Operation;
+use svc_http::openapi::{Operation, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_http::usage as parameters;
+use svc_wire::usage::UsageReport;
 
 pub async fn usage(
     State(kernel): State<Arc<Kernel>>,
     RawQuery(query): RawQuery,
-) -> Result<Json<Report>, Problem> {
+) -> Result<Json<UsageReport>, Problem> {
     let mut fields = Fields::of_query(&query.unwrap_or_default());
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
@@ -26,7 +27,7 @@ pub async fn usage(
     // A report over years and many users is slow.
     let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;
-    Ok(Json(report))
+    Ok(Json(report.into()))
 }
 
 pub static USAGE: Endpoint = Endpoint {
@@ -43,7 +44,7 @@ pub static USAGE: Endpoint = Endpoint {
             parameters::GROUP_BY,
         ],
         body: None,
-        responses: &[documented_json(200, "The report.", parameters::report)],
+        responses: &[documented_json(200, "The report.", schema_of::<UsageReport>)],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

@@ -5,23 +5,17 @@ use std::time::Duration;
 
 use http::{StatusCode, header};
 use secrecy::{ExposeSecret, SecretString};
-use serde::Deserialize;
+use serde::Serialize;
 use url::Url;
 
 use crate::system::backoff::Backoff;
 use crate::system::config::PlatformLink;
+use crate::system::platform_response::{ProblemBody, read_body};
+use svc_http::body::ResponseBodyError;
 use svc_http::client::{self, Deadlines};
 use svc_http::request_id;
-use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
-
-/// The platform's response to a registration.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct RegistrationResponse {
-    pub status: String,
-    pub epoch: Epoch,
-}
+use svc_wire::registration::{BootFailureReport, BootStageReport, RegistrationResponse};
 
 /// Reason why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -72,28 +66,25 @@ impl<'a> RegistrationClient<'a> {
     pub async fn boot_failure(
         &self,
         machine: MachineId,
-        body: &str,
+        report: &BootFailureReport,
         deadline: Duration,
     ) -> Result<(), RegistrationError> {
-        self.post(self.link.url(&format!("/vps/{machine}/boot-failure")), body, deadline).await.map(|_| ())
+        let url = self.link.url(&format!("/vps/{machine}/boot-failure"));
+        self.post(url, &as_json(report), deadline).await.map(drop)
     }
 
     /// Reports a stage of the boot.
     pub async fn boot_stage(
         &self,
         machine: MachineId,
-        body: &str,
+        report: &BootStageReport,
         deadline: Duration,
     ) -> Result<(), RegistrationError> {
-        self.post(self.link.url(&format!("/vps/{machine}/boot-stage")), body, deadline).await.map(|_| ())
+        let url = self.link.url(&format!("/vps/{machine}/boot-stage"));
+        self.post(url, &as_json(report), deadline).await.map(drop)
     }
 
-    async fn post(
-        &self,
-        url: Url,
-        body: &str,
-        deadline: Duration,
-    ) -> Result<bytes::Bytes, RegistrationError> {
+    async fn post(&self, url: Url, body: &str, deadline: Duration) -> Result<Vec<u8>, RegistrationError> {
         let mut backoff = Backoff::new(deadline);
         loop {
             match self.try_post(&url, body).await {
@@ -106,7 +97,7 @@ impl<'a> RegistrationClient<'a> {
         }
     }
 
-    async fn try_post(&self, url: &Url, body: &str) -> Attempt<bytes::Bytes> {
+    async fn try_post(&self, url: &Url, body: &str) -> Attempt<Vec<u8>> {
         let request = self
             .client
             .post(url.clone())
@@ -118,9 +109,13 @@ impl<'a> RegistrationClient<'a> {
             Err(error) => return Attempt::Retry(svc_http::problem::chain(&error)),
         };
         let status = response.status();
-        let body = match response.bytes().await {
+        let body = match read_body(response).await {
             Ok(body) => body,
-            Err(error) => return Attempt::Retry(svc_http::problem::chain(&error)),
+            // The same request would get it again.
+            Err(error @ ResponseBodyError::TooLarge(_)) => {
+                return Attempt::Done(Err(RegistrationError::Refused { status, detail: error.to_string() }));
+            }
+            Err(ResponseBodyError::Http(error)) => return Attempt::Retry(svc_http::problem::chain(&error)),
         };
         match status {
             status if status.is_success() => Attempt::Done(Ok(body)),
@@ -136,11 +131,12 @@ impl<'a> RegistrationClient<'a> {
     }
 }
 
-/// The `detail` of a problem (RFC 9457), if any.
+fn as_json(report: &impl Serialize) -> String {
+    serde_json::to_string(report).expect("a report of plain fields is JSON")
+}
+
+/// The `detail` of a problem, if any.
 fn problem_detail(body: &[u8]) -> String {
-    #[derive(Deserialize)]
-    struct Problem {
-        detail: String,
-    }
-    serde_json::from_slice::<Problem>(body).map_or_else(|_| "no detail".to_owned(), |problem| problem.detail)
+    let detail = ProblemBody::parse(body).detail;
+    if detail.is_empty() { "no detail".to_owned() } else { detail }
 }

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
-use serde::Serialize;
 
 use super::call::RegistrationClient;
 use crate::system::config;
@@ -13,6 +12,7 @@ use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_base::variable::Variable;
+use svc_wire::registration::{BootFailureReport, BootStageName};
 
 const MAX_MESSAGE_CHARS: usize = 500;
 const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -20,25 +20,9 @@ const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 const MIN_SECRET_BYTES: usize = 6;
 const REDACTED: &str = "[hidden]";
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum BootStage {
-    Bundle,
-    Database,
-    Restore,
-    Gateway,
-    Register,
-}
-
-#[derive(Serialize)]
-struct FailureReport {
-    stage: BootStage,
-    message: String,
-}
-
 /// # Errors
 /// [`Failure`]; 77 when the platform rejects the token, 75 when it does not respond.
-pub async fn report(layout: &Layout, stage: BootStage, message: &str) -> Result<(), Failure> {
+pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
     let platform = PlatformLink::read(&mut env, layout);
@@ -46,10 +30,9 @@ pub async fn report(layout: &Layout, stage: BootStage, message: &str) -> Result<
     let secrets = secrets(&mut env);
     let parts = identity.zip(platform).zip(token);
     let ((identity, platform), token) = env.finish(parts)?;
-    let report = FailureReport { stage, message: redact(message, &secrets) };
-    let body = serde_json::to_string(&report).or_exit(Exit::Internal)?;
+    let report = BootFailureReport { stage: stage.to_string(), message: redact(message, &secrets) };
     let platform = RegistrationClient::new(&platform, &token).or_exit(Exit::Config)?;
-    platform.boot_failure(identity.machine, &body, REPORT_TIMEOUT).await.map_err(super::failure)
+    platform.boot_failure(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::failure)
 }
 
 /// Every secret in the env files of a machine.

@@ -10,25 +10,12 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_http::tls::SpkiPin;
 use svc_machine::id::MachineId;
-use svc_machine::name::ImageVersion;
+use svc_wire::registration::Registration;
 
-/// The request of `POST /vps/register` (contract, part 3).
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct RegistrationBody {
-    pub machine_id: MachineId,
-    pub image_version: ImageVersion,
-    pub bundle_sha256: String,
-    pub tls_spki_sha256: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub boot_ms: Option<u64>,
-}
-
-impl RegistrationBody {
-    /// Whether both describe the same machine; the boot time is ignored.
-    fn describes_same_machine(&self, other: &Self) -> bool {
-        Self { boot_ms: None, ..self.clone() } == Self { boot_ms: None, ..other.clone() }
-    }
+/// Whether both describe the same machine; the boot time is ignored.
+fn describe_same_machine(one: &Registration, other: &Registration) -> bool {
+    let without_time = |registration: &Registration| Registration { boot_ms: None, ..registration.clone() };
+    without_time(one) == without_time(other)
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -57,10 +44,10 @@ impl Ledger {
     pub fn reuse_or_create(
         layout: &Layout,
         earlier: Option<Self>,
-        body: &RegistrationBody,
+        body: &Registration,
     ) -> Result<Self, FileError> {
         if let Some(earlier) = earlier
-            && earlier.body().is_some_and(|sent| sent.describes_same_machine(body))
+            && earlier.body().is_some_and(|sent| describe_same_machine(&sent, body))
         {
             return Ok(earlier);
         }
@@ -87,7 +74,7 @@ impl Ledger {
         self.body().is_some_and(|body| body.tls_spki_sha256 == pin.to_string())
     }
 
-    fn body(&self) -> Option<RegistrationBody> {
+    fn body(&self) -> Option<Registration> {
         serde_json::from_str(&self.sent).ok()
     }
 
@@ -105,7 +92,7 @@ mod tests {
     fn reuse_or_create_keeps_text_of_same_machine() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        let body = RegistrationBody {
+        let body = Registration {
             machine_id: MachineId::new(),
             image_version: "1".parse().unwrap(),
             bundle_sha256: "00".repeat(32),
@@ -113,10 +100,10 @@ mod tests {
             boot_ms: Some(7),
         };
         let first = Ledger::reuse_or_create(&layout, None, &body).unwrap();
-        let later = RegistrationBody { boot_ms: Some(9), ..body.clone() };
+        let later = Registration { boot_ms: Some(9), ..body.clone() };
         let again = Ledger::reuse_or_create(&layout, Ledger::read(&layout).unwrap(), &later).unwrap();
         assert_eq!(again.sent(), first.sent());
-        let moved = RegistrationBody { tls_spki_sha256: "22".repeat(32), ..body };
+        let moved = Registration { tls_spki_sha256: "22".repeat(32), ..body };
         let new = Ledger::reuse_or_create(&layout, Some(again), &moved).unwrap();
         assert_ne!(new.sent(), first.sent());
     }

@@ -13,6 +13,7 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use secrecy::SecretString;
 
 use crate::system::config;
@@ -23,7 +24,7 @@ use crate::system::probe::Gateway;
 use crate::system::release;
 use crate::system::vars;
 use call::{RegistrationClient, RegistrationError};
-use ledger::{Ledger, RegistrationBody};
+use ledger::Ledger;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_base::failpoint;
@@ -31,6 +32,7 @@ use svc_http::request_id;
 use svc_http::tls::SpkiPin;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle;
+use svc_wire::registration::{BootStageName, Registration};
 
 /// Fail points of a registration.
 pub const POINTS: &[&str] = &["register.begin", "register.ready", "register.written", "register.answered"];
@@ -53,18 +55,23 @@ enum Command {
     Register,
     /// Report a stage of the boot; best effort, never fails
     Stage {
-        #[arg(value_enum)]
-        stage: failure::BootStage,
+        #[arg(value_parser = stage_parser())]
+        stage: BootStageName,
     },
     /// Report that the boot failed
     Failure {
         /// The stage that failed
-        #[arg(long, value_enum)]
-        stage: failure::BootStage,
+        #[arg(long, value_parser = stage_parser())]
+        stage: BootStageName,
         /// Error message; this machine's secrets are removed from it
         #[arg(long)]
         message: String,
     },
+}
+
+fn stage_parser() -> impl TypedValueParser<Value = BootStageName> {
+    PossibleValuesParser::new(BootStageName::ALL.map(BootStageName::as_str))
+        .try_map(|name| name.parse::<BootStageName>())
 }
 
 /// The command line, for the reference.
@@ -156,7 +163,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     }
     let pin = wait_for_gateway(layout, &config).await?;
     failpoint::pass("register.ready").or_exit(Exit::Internal)?;
-    let body = RegistrationBody {
+    let body = Registration {
         machine_id: config.identity.machine,
         image_version: config.version.clone(),
         bundle_sha256: config.bundle_sha256.clone(),
@@ -169,7 +176,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let answer = platform.register(ledger.sent(), config.platform_deadline).await.map_err(failure)?;
     failpoint::pass("register.answered").or_exit(Exit::Internal)?;
     ledger.mark_registered(layout).or_exit(Exit::Internal)?;
-    tracing::info!(status = answer.status, epoch = %answer.epoch, "registered");
+    tracing::info!(status = %answer.status, epoch = %answer.epoch, "registered");
     Ok(())
 }
 

@@ -3,38 +3,32 @@
 use std::time::Duration;
 
 use anyhow::anyhow;
-use serde::Serialize;
 
 use super::call::RegistrationClient;
-use super::failure::BootStage;
 use super::ledger::Ledger;
 use crate::system::config;
 use crate::system::config::{Identity, PlatformLink};
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
+use svc_wire::registration::{BootStageName, BootStageReport};
 
 /// Maximum delay of the boot by one report.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 
-#[derive(Serialize)]
-struct StageReport {
-    stage: BootStage,
-}
-
-pub async fn report(layout: &Layout, stage: BootStage) {
+pub async fn report(layout: &Layout, stage: BootStageName) {
     let sent = tokio::time::timeout(REPORT_TIMEOUT, send_stage(layout, stage)).await;
     let sent = sent.unwrap_or_else(|_| Err(Failure::new(Exit::TryAgain, anyhow!("timed out"))));
     if let Err(failure) = sent {
         tracing::warn!(
-            ?stage,
+            %stage,
             why = format!("{:#}", failure.error),
             "could not report the boot stage to the platform"
         );
     }
 }
 
-async fn send_stage(layout: &Layout, stage: BootStage) -> Result<(), Failure> {
+async fn send_stage(layout: &Layout, stage: BootStageName) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
     let platform = PlatformLink::read(&mut env, layout);
@@ -45,7 +39,7 @@ async fn send_stage(layout: &Layout, stage: BootStage) -> Result<(), Failure> {
         // A later start of a registered machine, whose token is used up.
         return Ok(());
     }
-    let body = serde_json::to_string(&StageReport { stage }).or_exit(Exit::Internal)?;
+    let report = BootStageReport { stage: stage.into(), progress: None };
     let platform = RegistrationClient::new(&platform, &token).or_exit(Exit::Config)?;
-    platform.boot_stage(identity.machine, &body, REPORT_TIMEOUT).await.map_err(super::failure)
+    platform.boot_stage(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::failure)
 }

@@ -4,7 +4,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Serialize;
 
 use super::config::SyncConfig;
-use super::heartbeat::{self, AcceptedToken, HeartbeatResponse};
+use super::heartbeat::{self, AcceptedToken, HeartbeatReply};
 use crate::system::epoch;
 use crate::system::layout::Layout;
 use crate::system::quiesce;
@@ -15,11 +15,12 @@ use crate::update::protocol::{LastUpdate, UpdateRequest, UpdateResult};
 use svc_base::chain::chain;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
-use svc_http::proof::ProofKeys;
+use svc_http::proof::{ProofKey, ProofKeys};
 use svc_http::request_id;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
+use svc_wire::heartbeat as wire;
 
 /// Record that another machine has replaced this one. The gateway, the backup and the agent stop when the file
 /// exists.
@@ -44,7 +45,7 @@ impl Superseded {
 /// Stores the delivered keys, token, epoch and update request.
 pub fn apply_response(
     config: &SyncConfig,
-    response: HeartbeatResponse,
+    HeartbeatReply { response, accepted }: HeartbeatReply,
 ) -> Result<Option<Superseded>, FileError> {
     if response.superseded {
         return Ok(Some(Superseded {
@@ -60,10 +61,11 @@ pub fn apply_response(
     }
     // An empty key set would lock the platform out, so it is ignored.
     if let Some(keys) = response.proof_keys.filter(|keys| !keys.keys.is_empty()) {
-        store_proof_keys(&config.layout, &keys)?;
+        let keys = keys.keys.into_iter().map(|wire::ProofKey { kid, x }| ProofKey { kid, x });
+        store_proof_keys(&config.layout, &ProofKeys { keys: keys.collect() })?;
     }
     // The current token remains valid, so an error does not stop the rest of the response.
-    if let Err(error) = store_next_token(config, response.next_token.as_ref(), response.accepted.as_ref()) {
+    if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
         tracing::error!(error = %chain(&error), "could not store the next token of this machine");
     }
     if let Some(desired) = response.desired_image_version {

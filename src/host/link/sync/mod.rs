@@ -83,14 +83,15 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
         interval.tick().await;
         let quiesced = Quiesce::read(&config.layout).ok().flatten();
         match request_id::run_with_new_id(heartbeats.send_heartbeat()).await {
-            Ok(response) => {
+            Ok(reply) => {
+                let response = &reply.response;
                 if let Some(before) = quiesced.filter(|_| !response.superseded)
                     && let Err(error) =
                         apply_answer::resume_writers(config, &before, response.quiesce.as_deref()).await
                 {
                     tracing::error!(error = %chain(&error), "could not resume the writers");
                 }
-                match apply_answer::apply_response(config, response) {
+                match apply_answer::apply_response(config, reply) {
                     Ok(None) => {}
                     Ok(Some(superseded)) => return superseded,
                     Err(error) => tracing::error!(%error, "could not store the platform's response"),

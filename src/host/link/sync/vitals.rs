@@ -1,10 +1,9 @@
 //! The health of the machine: gateway, database, disk, last backup, and accepted proof keys.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use super::config::SyncConfig;
 use crate::snapshots::check_log::{Check, CheckKind, Status};
@@ -13,113 +12,75 @@ use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::config;
 use crate::system::probe;
 use crate::system::probe::Gateway;
-use crate::update::protocol::SnapshotWait;
+use crate::update::protocol::{self, SnapshotWait, UpdateResult};
 use svc_base::clock;
 use svc_base::fsx;
 use svc_http::proof::ProofKeys;
 use svc_store::key;
+use svc_wire::heartbeat::ComponentHealth;
+use svc_wire::host::{
+    ComponentStatus, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks,
+    UpdateOutcome,
+};
+use svc_wire::machine::{Attention, Disk};
+use svc_wire::text::Text;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The platform accepts at most this number.
-const MAX_DAMAGED_KEYS: usize = 20;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ComponentHealth {
-    Ok,
-    Failing,
-}
-
-impl From<bool> for ComponentHealth {
-    fn from(ok: bool) -> Self {
-        if ok { Self::Ok } else { Self::Failing }
-    }
-}
-
-#[derive(Debug, Serialize)]
-pub struct Health {
-    pub gateway: ComponentHealth,
-    pub database: ComponentHealth,
-}
-
-impl Health {
-    pub fn is_ok(&self) -> bool {
-        self.gateway == ComponentHealth::Ok && self.database == ComponentHealth::Ok
-    }
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Disk {
-    pub total_bytes: u64,
-    pub free_bytes: u64,
-}
-
-/// The fields of the last backup run that the platform needs.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct LastBackup {
-    pub status: String,
-    /// The start of the run, by this machine's clock.
-    #[serde(skip_serializing_if = "Option::is_none", with = "clock::wire_option")]
-    pub began_at: Option<Timestamp>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub key: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none", with = "clock::wire_option")]
-    pub taken_at: Option<Timestamp>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub size_bytes: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-}
-
-/// The last check of snapshots of one kind.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct LastCheck {
-    pub status: Status,
-    #[serde(with = "clock::wire")]
-    pub at: Timestamp,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub key: Option<String>,
-    /// At most `MAX_DAMAGED_KEYS` damaged snapshots.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub damaged: Vec<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-}
-
-/// The last check of every kind that has run.
-pub fn checks(config: &SyncConfig) -> BTreeMap<&'static str, LastCheck> {
+/// The last check of every kind that has run; `None` if none has.
+pub fn checks(config: &SyncConfig) -> Option<SnapshotChecks> {
     let last = |kind: CheckKind| {
         let Check { status, timestamp, key, mut damaged, error, .. } =
             Check::last(&config.layout, kind).ok()??;
         damaged.truncate(MAX_DAMAGED_KEYS);
-        Some((kind.as_str(), LastCheck { status, at: timestamp, key, damaged, error }))
+        Some(SnapshotCheck { status: outcome(status).into(), at: timestamp.into(), key, damaged, error })
     };
-    CheckKind::ALL.iter().copied().filter_map(last).collect()
+    let checks = SnapshotChecks { verify: last(CheckKind::Verify), drill: last(CheckKind::Drill) };
+    (checks.verify.is_some() || checks.drill.is_some()).then_some(checks)
 }
 
-/// A condition that needs a person, as text for the fleet's list.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Attention {
-    pub code: &'static str,
-    pub detail: String,
+fn outcome(status: Status) -> Outcome {
+    match status {
+        Status::Success => Outcome::Success,
+        Status::Error => Outcome::Error,
+    }
 }
 
-pub async fn health(config: &SyncConfig) -> (Health, Vec<Attention>) {
+/// The last update of this machine.
+pub fn last_update(config: &SyncConfig) -> Option<LastUpdate> {
+    let protocol::Outcome { version, outcome, stage, error, at } =
+        protocol::last(&config.layout).ok()??.outcome;
+    let outcome = match outcome {
+        UpdateResult::Updated => UpdateOutcome::Updated,
+        UpdateResult::RolledBack => UpdateOutcome::RolledBack,
+        UpdateResult::Refused => UpdateOutcome::Refused,
+        UpdateResult::Failed => UpdateOutcome::Failed,
+    };
+    Some(LastUpdate { version: version.into(), outcome: outcome.into(), stage, at: at.into(), error })
+}
+
+/// An item for the fleet's list.
+fn attention(code: &str, detail: impl Into<String>) -> Attention {
+    Attention { code: code.to_owned(), detail: detail.into() }
+}
+
+pub async fn health(config: &SyncConfig) -> (ComponentHealth, Vec<Attention>) {
     let (gateway, database) = tokio::join!(gateway_is_ready(config), check_database(config));
-    let health = Health { gateway: gateway.into(), database: database.is_ok().into() };
+    let health =
+        ComponentHealth { gateway: status(gateway).into(), database: status(database.is_ok()).into() };
     let mut attention: Vec<Attention> = database.err().flatten().into_iter().collect();
     attention.extend(held_snapshot(config));
     attention.extend(waiting_update(config));
     (health, attention)
 }
 
+fn status(is_ok: bool) -> ComponentStatus {
+    if is_ok { ComponentStatus::Ok } else { ComponentStatus::Failing }
+}
+
 /// A snapshot that did not become the latest.
 fn held_snapshot(config: &SyncConfig) -> Option<Attention> {
     let held = HeldSnapshot::read(&config.layout).ok()??;
-    Some(Attention { code: "snapshot_held", detail: held.to_string() })
+    Some(attention("snapshot_held", held.to_string()))
 }
 
 /// An update that is waiting for a snapshot.
@@ -130,7 +91,7 @@ fn waiting_update(config: &SyncConfig) -> Option<Attention> {
     }
     let since = clock::rfc3339_ms(since);
     let detail = format!("the update to {version} waits for a snapshot since {since}: {why}");
-    Some(Attention { code: "update_waiting", detail })
+    Some(attention("update_waiting", detail))
 }
 
 async fn gateway_is_ready(config: &SyncConfig) -> bool {
@@ -152,7 +113,7 @@ async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
     match tokio::time::timeout(DATABASE_TIMEOUT, check).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(Some(error))) if error.is_mismatch() => {
-            Err(Some(Attention { code: "database_mismatch", detail: error.to_string() }))
+            Err(Some(attention("database_mismatch", error.to_string())))
         }
         Ok(Err(_)) | Err(_) => Err(None),
     }
@@ -178,9 +139,9 @@ pub fn last_backup(config: &SyncConfig) -> Option<LastBackup> {
     let text = fsx::read_if_exists(&config.layout.last_backup()).ok()??;
     let record: BackupRecord = serde_json::from_slice(&text).ok()?;
     Some(LastBackup {
-        taken_at: record.key.as_deref().and_then(key::taken_at),
-        status: record.status,
-        began_at: record.timestamp,
+        taken_at: record.key.as_deref().and_then(key::taken_at).map(Into::into),
+        status: Text::stored(record.status),
+        began_at: record.timestamp.map(Into::into),
         key: record.key,
         size_bytes: record.size_bytes,
         error: record.error,

@@ -1,6 +1,8 @@
 //! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker is written
 //! last. A killed run is simply repeated.
 
+use anyhow::anyhow;
+
 use super::journal::{self, Journal};
 use super::settings::RestoreSettings;
 use super::swap::{self, SwapError};
@@ -15,6 +17,7 @@ use crate::system::lock::Lock;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure};
+use svc_base::chain::chain;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
@@ -22,6 +25,7 @@ use svc_machine::event::RestoreMode;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_wire::registration::RestoreFailureCode;
 
 /// Fail points of a run.
 pub const FAILPOINTS: &[&str] = &[
@@ -78,6 +82,30 @@ fn never_refused(exit: Exit) -> Exit {
 }
 
 impl RestoreError {
+    /// The code that the operator's advice depends on.
+    fn code(&self) -> Option<RestoreFailureCode> {
+        let of_download = |error: &DownloadError| match error {
+            DownloadError::Store(_) => Some(RestoreFailureCode::StoreUnavailable),
+            DownloadError::NoSpace { .. } => Some(RestoreFailureCode::NoSpace),
+            _ => None,
+        };
+        match self {
+            Self::Store(_) => Some(RestoreFailureCode::StoreUnavailable),
+            Self::Download(error) | Self::Load(LoadError::Download(error)) => of_download(error),
+            Self::Load(LoadError::Newer { .. }) => Some(RestoreFailureCode::NewerPostgres),
+            _ => None,
+        }
+    }
+
+    /// The failure, with its code in the last line: the report of a failed boot has only that line of the journal.
+    fn into_failure(self) -> Failure {
+        let exit = self.exit();
+        match self.code() {
+            Some(code) => Failure::new(exit, anyhow!("{} ({})", chain(&self), code.marker())),
+            None => Failure::new(exit, self),
+        }
+    }
+
     fn exit(&self) -> Exit {
         match self {
             Self::Store(error) => crate::system::store::exit(error),
@@ -110,7 +138,7 @@ pub async fn open(
     settings: &RestoreSettings,
     existing_rows: ExistingRows,
 ) -> Result<(), Failure> {
-    restore(settings, existing_rows).await.map_err(|error| Failure::new(error.exit(), error))
+    restore(settings, existing_rows).await.map_err(RestoreError::into_failure)
 }
 
 /// Adopts the existing database as this machine's.

@@ -1,0 +1,221 @@
+//! Text view of the responses to requests that change a machine.
+
+use super::human::when;
+use super::table::{self, Cell};
+use super::{View, text};
+use crate::args;
+use svc_wire::change::{
+    AlsoDeleted, DeletedMachine, PowerAction, PowerChange, ProvisionedMachine, RecoveredMachine, Resize,
+    UndeletedMachine,
+};
+use svc_wire::copies::{NewerSnapshot, SnapshotSource};
+use svc_wire::text::Text;
+
+/// What the platform has accepted: the fields of its response that are shown.
+#[derive(Debug, Default)]
+pub struct Accepted {
+    pub machine_id: String,
+    pub operation_id: Option<String>,
+    pub also_deleted: Option<AlsoDeleted>,
+    status: String,
+    server_type: Option<String>,
+    old_machine_id: Option<String>,
+    newer_snapshot: Option<NewerSnapshot>,
+    deletion: Option<DeletedMachine>,
+    /// For an undelete: whether the deletion had already been undone.
+    already_undone: Option<bool>,
+    power: Option<Text<PowerAction>>,
+}
+
+impl From<ProvisionedMachine> for Accepted {
+    fn from(it: ProvisionedMachine) -> Self {
+        Self {
+            machine_id: it.machine_id.into(),
+            operation_id: it.operation_id.map(Into::into),
+            status: it.status.into(),
+            ..Self::default()
+        }
+    }
+}
+
+impl From<RecoveredMachine> for Accepted {
+    fn from(it: RecoveredMachine) -> Self {
+        Self {
+            machine_id: it.machine_id.into(),
+            operation_id: Some(it.operation_id.into()),
+            status: it.status.into(),
+            old_machine_id: Some(it.old_machine_id.into()),
+            newer_snapshot: it.newer_snapshot,
+            ..Self::default()
+        }
+    }
+}
+
+impl From<DeletedMachine> for Accepted {
+    fn from(it: DeletedMachine) -> Self {
+        Self {
+            machine_id: it.machine_id.to_string(),
+            operation_id: it.operation_id.as_deref().map(str::to_owned),
+            status: it.status.to_string(),
+            also_deleted: it.also_deleted.clone(),
+            deletion: Some(it),
+            ..Self::default()
+        }
+    }
+}
+
+impl From<UndeletedMachine> for Accepted {
+    fn from(it: UndeletedMachine) -> Self {
+        Self {
+            machine_id: it.machine_id.into(),
+            operation_id: Some(it.operation_id.into()),
+            status: it.status.into(),
+            already_undone: Some(it.already_undone),
+            ..Self::default()
+        }
+    }
+}
+
+impl From<PowerChange> for Accepted {
+    fn from(it: PowerChange) -> Self {
+        Self {
+            machine_id: it.machine_id.into(),
+            operation_id: it.operation_id.map(Into::into),
+            status: it.status.into(),
+            power: Some(it.action),
+            ..Self::default()
+        }
+    }
+}
+
+impl From<Resize> for Accepted {
+    fn from(it: Resize) -> Self {
+        Self {
+            machine_id: it.machine_id.into(),
+            operation_id: it.operation_id.map(Into::into),
+            status: it.status.into(),
+            server_type: Some(it.server_type.into()),
+            ..Self::default()
+        }
+    }
+}
+
+impl Accepted {
+    /// The note that a repeated command changed nothing, or that a recovery has a newer snapshot.
+    pub fn note(&self) -> Option<String> {
+        if self.already_undone == Some(true) {
+            return Some("the deletion had already been undone; nothing was changed".to_owned());
+        }
+        if let Some(newer) = &self.newer_snapshot {
+            return Some(format!(
+                "{} of {} is newer than the snapshot to restore: if the host cannot make a final backup and no snapshot was \
+                 named, the recovery asks which one to restore",
+                newer.key, newer.taken_at
+            ));
+        }
+        self.is_off_already().then(|| "it had already been powered off; nothing was changed".to_owned())
+    }
+
+    /// Whether a power-off found it already off.
+    pub fn is_off_already(&self) -> bool {
+        self.power.as_ref().is_some_and(|action| action.is(PowerAction::Off)) && self.operation_id.is_none()
+    }
+
+    fn status_word(&self) -> &str {
+        if self.deletion.is_some() {
+            return "deleted";
+        }
+        match (self.power.as_deref(), self.already_undone) {
+            (Some("off"), _) if self.is_off_already() => "off",
+            (Some("off"), _) => "being powered off",
+            (Some("on"), _) => "being powered on",
+            (Some("reboot"), _) => "being restarted",
+            (_, Some(false)) if self.status == "failed" => {
+                "being reinstated: it serves with its next healthy heartbeat"
+            }
+            _ => &self.status,
+        }
+    }
+}
+
+pub fn show(view: &View, a: &Accepted) -> String {
+    let deletion = a.deletion.as_ref();
+    table::pairs(
+        view,
+        &[
+            ("slot", deletion.map(slot).unwrap_or_default().into()),
+            ("machine", a.machine_id.clone().into()),
+            ("with it", a.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
+            ("replaces", text(a.old_machine_id.as_ref()).into()),
+            ("type", text(a.server_type.as_ref()).into()),
+            ("status", Cell::state(a.status_word())),
+            ("operation", text(a.operation_id.as_ref()).into()),
+            ("snapshot", deletion.map(|deletion| newest_snapshot(view, deletion)).unwrap_or_default().into()),
+            ("undo", undo(view, a).into()),
+            ("note", a.note().unwrap_or_default().into()),
+        ],
+    )
+}
+
+fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
+    let is_reported =
+        deletion.newest_snapshot_source.as_ref().is_some_and(|source| source.is(SnapshotSource::Reported));
+    let source = if is_reported { ", as its host reported" } else { "" };
+    let newest = deletion.newest_snapshot_at.as_deref();
+    let newest =
+        newest.map_or_else(|| "none known".to_owned(), |at| format!("{}{source}", when(view.now, at)));
+    let problem =
+        deletion.snapshot_problem.as_ref().map(|problem| format!("; {problem}")).unwrap_or_default();
+    newest + &problem
+}
+
+/// `ada, slot primary of user_1`; empty if an older platform does not name it.
+fn slot(deletion: &DeletedMachine) -> String {
+    let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
+    if handle.is_known() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }
+}
+
+/// The fate of the machine that was to be replaced.
+fn also_deleted(also: &AlsoDeleted) -> String {
+    format!(
+        "machine {}, which was to be replaced: operation {} takes its final backup, then its server is powered off and \
+         kept",
+        also.machine_id, also.operation_id
+    )
+}
+
+/// The command that undoes the accepted request.
+fn undo(view: &View, a: &Accepted) -> String {
+    if let Some(also) = &a.also_deleted {
+        let until = also.undeletable_until.as_deref();
+        let until = until.map(|until| format!(" until {}", when(view.now, until))).unwrap_or_default();
+        return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
+    }
+    match (&a.deletion, &a.old_machine_id, &a.operation_id) {
+        (Some(deletion), _, operation) => undo_of_deletion(view, deletion, operation.as_deref()),
+        (None, Some(_), Some(operation)) => {
+            format!("`svcctl operation abandon {operation}` until the new machine has registered")
+        }
+        _ => String::new(),
+    }
+}
+
+fn undo_of_deletion(view: &View, deletion: &DeletedMachine, operation: Option<&str>) -> String {
+    if let Some(until) = &deletion.undeletable_until {
+        return format!("`svcctl undelete {}` until {}", deletion.machine_id, when(view.now, until));
+    }
+    let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
+    // Older platforms report neither the handle nor whether the machine ever registered.
+    if deletion.registered_at.is_none() && handle.is_known() {
+        return format!(
+            "none: it never served; `svcctl provision {} --handle {handle}` creates a new machine",
+            args::slot_arguments(idp_user_id, slot),
+        );
+    }
+    let abandon = |operation| {
+        format!(
+            "`svcctl operation abandon {operation}` until its server is off; then the server is deleted permanently"
+        )
+    };
+    operation.map(abandon).unwrap_or_default()
+}

@@ -1,0 +1,411 @@
+//! Older platforms omit fields that were added later: every view shows the rest of a response.
+//!
+//! The examples are what the platform writes, with every field of the schema. Each test removes one field after the
+//! other. A field is essential if the view is meaningless without it: it identifies what is shown, or is its state, or
+//! is the figure that the view is about. The essential fields are listed beside each example.
+
+use std::collections::BTreeSet;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::tests::plain;
+use super::*;
+use svc_http::openapi::schema_of;
+use svc_http::usage::GroupBy;
+use svc_wire::alarm::Alarm;
+use svc_wire::audit::AuditPage;
+use svc_wire::backup::BackupPage;
+use svc_wire::change::{
+    DeletedMachine, PowerChange, ProvisionedMachine, RecoveredMachine, Resize, TokenRotations,
+    UndeletedMachine,
+};
+use svc_wire::fleet::Fleet;
+use svc_wire::machine::{DiscardedMachine, Machine, MachineDetail, MachinePage};
+use svc_wire::operation::Operation;
+use svc_wire::operator::{IssuedToken, Operator, OperatorList, WhoAmI};
+use svc_wire::pointer::{PointerInspection, RebuiltPointer};
+use svc_wire::rollout::{Rollout, RolloutList, RolloutSummary};
+use svc_wire::slot::{Subscription, SubscriptionList};
+use svc_wire::usage::UsageReport;
+
+const ID: &str = "019a0000-0000-7000-8000-000000000001";
+const AT: &str = "2026-11-21T11:05:00.000Z";
+
+const OF_MACHINE: &[&str] = &[
+    "/machineId",
+    "/status",
+    "/failure/cause",
+    "/lastBackup/status",
+    "/lastUpdate/version",
+    "/lastUpdate/outcome",
+    "/checks/verify/status",
+    "/checks/drill/status",
+    "/boot/stages/0/stage",
+    "/bootProgress/stage",
+    "/attention/0/code",
+    "/upgradeToken/generation",
+    "/health/disk/totalBytes",
+    "/health/disk/freeBytes",
+];
+const OF_OPERATION: &[&str] = &["/operationId", "/machineId", "/state", "/question/code"];
+const OF_COPIES: &[&str] = &[
+    "/live/machineId",
+    "/kept/0/machineId",
+    "/newestSnapshot/takenAt",
+    "/newerSnapshot/key",
+    "/unrestoredSnapshot/key",
+];
+const OF_ROLLOUT: &[&str] = &["/rolloutId", "/state"];
+const OF_POINTER: &[&str] = &["/seq", "/snapshot/key"];
+const OF_OPERATOR: &[&str] = &["/name", "/state"];
+const OF_CHANGE: &[&str] = &["/machineId", "/status"];
+
+/// An example with the paths of its essential fields.
+struct Example {
+    document: Value,
+    essential: Vec<String>,
+}
+
+impl Example {
+    fn new(document: Value) -> Self {
+        Self { document, essential: Vec::new() }
+    }
+
+    fn needs(self, paths: &[&str]) -> Self {
+        self.needs_within("", paths)
+    }
+
+    fn needs_within(mut self, prefix: &str, paths: &[&str]) -> Self {
+        self.essential.extend(paths.iter().map(|path| format!("{prefix}{path}")));
+        self
+    }
+
+    /// Checks that `show` shows it without any one field that is not essential.
+    #[track_caller]
+    fn assert_shown<T: DeserializeOwned + Serialize>(self, schema: &Value, show: impl Fn(T) -> String) {
+        let Self { document, essential } = self;
+        let read = serde_json::from_value::<T>(document.clone()).unwrap();
+        assert_eq!(json!(read), document, "the example is what the platform writes");
+        assert_complete(schema, &document, "");
+        let essential: BTreeSet<String> = essential.into_iter().collect();
+        let mut unseen = essential.clone();
+        for path in members(&document, "") {
+            let (parent, name) = path.rsplit_once('/').unwrap();
+            let mut older = document.clone();
+            older.pointer_mut(parent).unwrap().as_object_mut().unwrap().shift_remove(name);
+            let read = serde_json::from_value::<T>(older);
+            if unseen.remove(&path) {
+                assert!(read.is_err(), "{path} can be omitted, so it is not essential");
+            } else {
+                let shown = show(read.unwrap_or_else(|error| panic!("without {path}: {error}")));
+                assert!(!shown.trim().is_empty(), "without {path}");
+            }
+        }
+        assert!(unseen.is_empty(), "{unseen:?} are not in the example");
+    }
+}
+
+/// The paths of all members of the objects in a value.
+fn members(value: &Value, at: &str) -> Vec<String> {
+    match value {
+        Value::Object(object) => {
+            let below = |(name, value): (&String, &Value)| {
+                let path = format!("{at}/{name}");
+                [vec![path.clone()], members(value, &path)].concat()
+            };
+            object.iter().flat_map(below).collect()
+        }
+        Value::Array(items) => {
+            let below = |(index, item): (usize, &Value)| members(item, &format!("{at}/{index}"));
+            items.iter().enumerate().flat_map(below).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Checks that a value has every property of its schema, so that no example lacks a field that is added later.
+#[track_caller]
+fn assert_complete(schema: &Value, value: &Value, at: &str) {
+    let of_name = |name: &str| match name {
+        "Machine" => schema_of::<Machine>(),
+        "Operation" => schema_of::<Operation>(),
+        "Rollout" => schema_of::<Rollout>(),
+        "RolloutSummary" => schema_of::<RolloutSummary>(),
+        "Subscription" => schema_of::<Subscription>(),
+        "Alarm" => schema_of::<Alarm>(),
+        "Operator" => schema_of::<Operator>(),
+        other => panic!("{other} is not a named schema"),
+    };
+    if let Some(name) = schema["$ref"].as_str() {
+        return assert_complete(&of_name(name.rsplit('/').next().unwrap()), value, at);
+    }
+    if let Some(any) = schema["anyOf"].as_array() {
+        return assert_complete(&any[0], value, at);
+    }
+    for (name, schema) in schema["properties"].as_object().into_iter().flatten() {
+        let path = format!("{at}/{name}");
+        assert!(!value[name].is_null(), "{path} is missing from the example");
+        assert_complete(schema, &value[name], &path);
+    }
+    if schema["items"].is_object() {
+        assert!(value.get(0).is_some(), "{at} has no item in the example");
+        assert_complete(&schema["items"], &value[0], &format!("{at}/0"));
+    }
+}
+
+fn operation() -> Value {
+    json!({
+        "operationId": ID, "machineId": ID, "kind": "recover", "state": "waiting",
+        "question": {"code": "newer_snapshot", "detail": "which one?", "snapshotKey": "k"},
+        "step": "last_backup", "attempts": 1, "errorCode": "host_unreachable", "createdAt": AT, "updatedAt": AT,
+        "endedAt": AT, "requestId": "r", "log": [{"seq": 1, "at": AT, "step": "fence", "outcome": "done",
+            "detail": "d", "requestId": "r", "repeats": 2, "repeatedAt": AT}],
+        "logOmitted": 3,
+    })
+}
+
+fn machine() -> Value {
+    let check = json!({"status": "success", "at": AT, "key": "k", "damaged": ["k"], "error": "e"});
+    json!({
+        "machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
+        "status": "running", "failure": {"cause": "boot_reported", "stage": "restore", "message": "m"},
+        "epoch": 2, "restoreMode": "required", "serverType": "cpx22", "location": "nbg1",
+        "imageVersion": "2026.11.1", "providerServerId": "4711", "publicIpv4": "203.0.113.9", "httpsPort": 443,
+        "tlsSpkiSha256": "00", "registeredAt": AT, "heartbeatAt": AT,
+        "health": {"gateway": "ok", "database": "ok", "disk": {"totalBytes": 9, "freeBytes": 5}},
+        "lastBackup": {"status": "success", "beganAt": AT, "key": "k", "takenAt": AT, "sizeBytes": 7, "error": "e"},
+        "lastUpdate": {"version": "2026.11.1", "outcome": "rolled_back", "stage": "health", "at": AT, "error": "e"},
+        "checks": {"verify": check, "drill": check},
+        "boot": {"stage": "restore", "at": AT, "stages": [{"stage": "restore", "at": AT}]},
+        "bootProgress": {"stage": "restore", "bytes": 1, "totalBytes": 2, "rows": 3, "totalRows": 4},
+        "provenAt": AT, "finalBackupAt": AT, "unsavedSince": AT, "poweredOffAt": AT,
+        "attention": [{"code": "snapshot_held", "detail": "d"}], "fallbackLocations": ["fsn1"],
+        "upgradeToken": {"generation": 2, "rotatedAt": AT, "requestedAt": AT}, "replacedBy": ID, "retiredAt": AT,
+        "deletedAt": AT, "createdAt": AT, "updatedAt": AT,
+    })
+}
+
+fn copies() -> Value {
+    json!({
+        "live": {"machineId": ID, "providerServerId": "4711", "missingSince": AT},
+        "kept": [{"machineId": ID, "providerServerId": "4700", "reason": "replaced", "until": AT, "deletedBy": ID,
+            "unsavedSince": AT, "missingSince": AT, "removalAbandonedAt": AT}],
+        "newestSnapshotAt": AT,
+        "newestSnapshot": {"takenAt": AT, "machineId": ID, "key": "k", "source": "store"},
+        "snapshotProblem": "p", "exposedSeconds": 9,
+        "newerSnapshot": {"takenAt": AT, "machineId": ID, "key": "k"},
+        "unrestoredSnapshot": {"key": "k", "takenAt": AT},
+    })
+}
+
+fn with(mut document: Value, more: Value) -> Value {
+    let Value::Object(more) = more else { panic!("an object") };
+    document.as_object_mut().unwrap().extend(more);
+    document
+}
+
+fn rollout() -> Value {
+    json!({
+        "rolloutId": ID, "imageVersion": "2026.11.2", "state": "paused", "why": "w", "canary": 1, "batchSize": 10,
+        "maxFailures": 1, "totals": {"waiting": 1, "asked": 1, "updated": 1, "failed": 1, "skipped": 1},
+        "createdAt": AT, "updatedAt": AT, "endedAt": AT, "requestId": "r",
+    })
+}
+
+fn alarm() -> Value {
+    json!({"alarm": "fuse", "since": AT, "seenAt": AT, "detail": {"count": 3}, "releasedUntil": AT, "next": "n"})
+}
+
+fn operator() -> Value {
+    json!({
+        "name": "ada", "scopes": ["read"], "state": "active", "expiresAt": AT, "lastUsedAt": AT,
+        "previousTokenExpiresAt": AT, "previousTokenLastUsedAt": AT, "createdAt": AT, "createdBy": "root",
+        "rotatedAt": AT, "revokedAt": AT,
+    })
+}
+
+fn pointer() -> Value {
+    let snapshot = json!({"key": "k", "sizeBytes": 7, "sha256": "00", "epoch": 2, "machineId": ID, "takenAt": AT,
+        "verifiedAt": AT});
+    json!({"seq": 4, "fenceEpoch": 2, "fenceMachineId": ID, "emptiedAt": AT, "snapshot": snapshot})
+}
+
+#[test]
+fn machines_of_older_platforms_are_shown() {
+    let detail = with(machine(), json!({"operations": [operation()], "copies": copies()}));
+    Example::new(detail)
+        .needs(OF_MACHINE)
+        .needs_within("/operations/0", OF_OPERATION)
+        .needs_within("/copies", OF_COPIES)
+        .assert_shown(&schema_of::<MachineDetail>(), |it: MachineDetail| {
+            machine::details(&plain(), &it) + &machine::data_at_risk(&plain(), &it)
+        });
+    Example::new(json!({"machines": [machine()], "nextCursor": "c"}))
+        .needs(&["/machines"])
+        .needs_within("/machines/0", OF_MACHINE)
+        .assert_shown(&schema_of::<MachinePage>(), |it: MachinePage| machine::list(&plain(), &it));
+    Example::new(with(machine(), json!({"operationId": ID, "alreadyOrdered": true})))
+        .needs(OF_MACHINE)
+        .assert_shown(&schema_of::<DiscardedMachine>(), |it: DiscardedMachine| {
+            machine::discarded(&plain(), &it)
+        });
+    Example::new(operation())
+        .needs(OF_OPERATION)
+        .assert_shown(&schema_of::<Operation>(), |it: Operation| operation::details(&plain(), &it));
+}
+
+#[test]
+fn changes_of_older_platforms_are_shown() {
+    fn shown<T: Into<accepted::Accepted>>(it: T) -> String {
+        accepted::show(&plain(), &it.into())
+    }
+    let slot = json!({"machineId": ID, "slot": "primary", "kind": "customer", "status": "running", "epoch": 3,
+        "operationId": ID});
+    let user = json!({"idpUserId": "user_1", "handle": "ada"});
+    Example::new(with(slot.clone(), user))
+        .needs(OF_CHANGE)
+        .assert_shown(&schema_of::<ProvisionedMachine>(), shown::<ProvisionedMachine>);
+    let recovered =
+        json!({"oldMachineId": ID, "newerSnapshot": {"takenAt": AT, "machineId": ID, "key": "k"}});
+    Example::new(with(slot, recovered))
+        .needs(OF_CHANGE)
+        .needs(&["/operationId", "/newerSnapshot/key"])
+        .assert_shown(&schema_of::<RecoveredMachine>(), shown::<RecoveredMachine>);
+    let deleted = json!({"machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
+        "kind": "customer", "status": "running", "registeredAt": AT, "deletedAt": AT, "newestSnapshotAt": AT,
+        "newestSnapshotSource": "reported", "snapshotProblem": "p", "undeletableUntil": AT, "operationId": ID,
+        "alsoDeleted": {"machineId": ID, "operationId": ID, "undeletableUntil": AT}});
+    Example::new(deleted)
+        .needs(OF_CHANGE)
+        .needs(&["/alsoDeleted/machineId", "/alsoDeleted/operationId"])
+        .assert_shown(&schema_of::<DeletedMachine>(), shown::<DeletedMachine>);
+    let undeleted = json!({"machineId": ID, "kind": "customer", "status": "failed", "epoch": 3, "operationId": ID,
+        "alreadyUndone": true});
+    Example::new(undeleted)
+        .needs(OF_CHANGE)
+        .needs(&["/operationId"])
+        .assert_shown(&schema_of::<UndeletedMachine>(), shown::<UndeletedMachine>);
+    Example::new(json!({"machineId": ID, "action": "off", "status": "running", "operationId": ID}))
+        .needs(OF_CHANGE)
+        .needs(&["/action"])
+        .assert_shown(&schema_of::<PowerChange>(), shown::<PowerChange>);
+    Example::new(json!({"machineId": ID, "serverType": "cpx32", "status": "resizing", "operationId": ID}))
+        .needs(OF_CHANGE)
+        .assert_shown(&schema_of::<Resize>(), shown::<Resize>);
+    Example::new(json!({"requested": 3}))
+        .needs(&["/requested"])
+        .assert_shown(&schema_of::<TokenRotations>(), token::rotations);
+}
+
+#[test]
+fn fleets_of_older_platforms_are_shown() {
+    let keys = json!({
+        "keys": [{"keyId": "00", "isConfigured": true, "trusting": 1, "trustingHandles": ["ada"], "notTrusting": 1,
+            "notTrustingHandles": ["bob"]}],
+        "notReporting": 1, "notReportingHandles": ["cy"], "sequence": 1, "highestSequence": 2, "ahead": 1,
+        "aheadHandles": ["ada"],
+    });
+    let fleet = json!({
+        "totals": {"machines": 2, "byStatus": {"running": 2}, "byImageVersion": {"1": 2}, "byHealth": {"ok": 2}},
+        "backups": {"maxAgeSeconds": 9, "p50AgeSeconds": 5, "never": 1},
+        "attention": [{"machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
+            "status": "running", "reasons": ["operation_waiting"], "ended": "deleted", "operationId": ID}],
+        "attentionTotal": 1, "bundleKeys": keys, "rollout": rollout(),
+        "overdueOperations": [{"operationId": ID, "machineId": ID, "handle": "ada", "kind": "recover",
+            "step": "fence", "attempts": 3, "errorCode": "e", "ageSeconds": 99}],
+        "overdueOperationsTotal": 1, "alarms": [alarm()], "asOf": AT,
+    });
+    Example::new(fleet)
+        .needs(&["/totals", "/totals/machines", "/totals/byStatus", "/backups", "/backups/never"])
+        .needs(&["/attention/0/machineId", "/attention/0/status"])
+        .needs(&["/overdueOperations/0/operationId", "/overdueOperations/0/machineId", "/alarms/0/alarm"])
+        .needs(&["/bundleKeys/keys", "/bundleKeys/notReporting", "/bundleKeys/keys/0/keyId"])
+        .needs(&["/bundleKeys/keys/0/isConfigured", "/bundleKeys/keys/0/trusting"])
+        .needs(&["/bundleKeys/keys/0/notTrusting"])
+        .needs_within("/rollout", OF_ROLLOUT)
+        .assert_shown(&schema_of::<Fleet>(), |it: Fleet| fleet::show(&plain(), &it));
+    Example::new(alarm())
+        .needs(&["/alarm"])
+        .assert_shown(&schema_of::<Alarm>(), |it: Alarm| fleet::released(&it));
+}
+
+#[test]
+fn rollouts_of_older_platforms_are_shown() {
+    let member = json!({"machineId": ID, "handle": "ada", "slot": "primary", "batch": 1, "state": "failed",
+        "error": "e", "askedAt": AT, "endedAt": AT, "imageVersion": "2026.11.1"});
+    Example::new(with(rollout(), json!({"machines": [member]})))
+        .needs(OF_ROLLOUT)
+        .needs(&["/machines/0/machineId", "/machines/0/state"])
+        .assert_shown(&schema_of::<Rollout>(), |it: Rollout| deploy::show(&plain(), &it));
+    Example::new(json!({"rollouts": [rollout()]}))
+        .needs(&["/rollouts"])
+        .needs_within("/rollouts/0", OF_ROLLOUT)
+        .assert_shown(&schema_of::<RolloutList>(), |it: RolloutList| deploy::list(&plain(), &it));
+}
+
+#[test]
+fn snapshots_of_older_platforms_are_shown() {
+    let backup = json!({"key": "k", "sizeBytes": 7, "sha256": "00", "takenAt": AT, "verifiedAt": AT, "epoch": 2,
+        "machineId": ID, "latest": true});
+    Example::new(json!({"latest": "k", "backups": [backup], "nextCursor": "c"}))
+        .needs(&["/backups", "/backups/0/key"])
+        .assert_shown(&schema_of::<BackupPage>(), |it: BackupPage| {
+            backup::list(&plain(), &it)
+                + &it.backups.iter().map(|one| backup::details(&plain(), one)).collect::<String>()
+        });
+    let slot = crate::args::SlotTarget { user: "user_1".parse().unwrap(), slot: "primary".parse().unwrap() };
+    let inspection = json!({"idpUserId": "user_1", "slot": "primary", "state": "unsound", "problem": "p",
+        "snapshots": 3, "current": pointer(), "rebuilt": pointer()});
+    Example::new(inspection)
+        .needs(&["/state"])
+        .needs_within("/current", OF_POINTER)
+        .needs_within("/rebuilt", OF_POINTER)
+        .assert_shown(&schema_of::<PointerInspection>(), |it: PointerInspection| {
+            pointer::inspection(&plain(), &slot, &it)
+        });
+    Example::new(json!({"idpUserId": "user_1", "slot": "primary", "pointer": pointer()}))
+        .needs(&["/pointer"])
+        .needs_within("/pointer", OF_POINTER)
+        .assert_shown(&schema_of::<RebuiltPointer>(), |it: RebuiltPointer| pointer::rebuilt(&plain(), &it));
+}
+
+#[test]
+fn other_resources_of_older_platforms_are_shown() {
+    let subscription = json!({"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active",
+        "currentPeriodEnd": AT});
+    Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))
+        .needs(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
+        .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| slot::page(&plain(), &it));
+    Example::new(json!({"operators": [operator()]}))
+        .needs(&["/operators"])
+        .needs_within("/operators/0", OF_OPERATOR)
+        .assert_shown(&schema_of::<OperatorList>(), |it: OperatorList| {
+            operator::list(&plain(), &it.operators)
+        });
+    Example::new(json!({"operator": operator(), "tokenId": ID, "token": "svco_x"}))
+        .needs(&["/operator", "/token"])
+        .needs_within("/operator", OF_OPERATOR)
+        .assert_shown(&schema_of::<IssuedToken>(), |it: IssuedToken| operator::issued(&plain(), &it, None));
+    Example::new(json!({"name": "ada", "scopes": ["read"], "expiresAt": AT}))
+        .needs(&["/name"])
+        .assert_shown(&schema_of::<WhoAmI>(), |it: WhoAmI| operator::who_am_i(&plain(), &it));
+    let entry = json!({"auditId": ID, "at": AT, "actor": "ada", "action": "fail", "target": "t",
+        "before": {"status": "running"}, "after": {"status": "failed"}, "requestId": "r"});
+    Example::new(json!({"entries": [entry], "nextCursor": "c"}))
+        .needs(&["/entries", "/entries/0/auditId", "/entries/0/at"])
+        .assert_shown(&schema_of::<AuditPage>(), |it: AuditPage| {
+            audit::list(&plain(), &serde_json::from_value(json!(it)).unwrap())
+        });
+    let entry = json!({"date": "2026-11-01", "model": "m", "userId": "u", "cost": 1.5, "tokensIn": 1,
+        "tokensOut": 2, "dispatches": 3});
+    let report = json!({"totalCost": 1.5, "totalTokensIn": 1, "totalTokensOut": 2, "totalDispatches": 3,
+        "entries": [entry]});
+    Example::new(report)
+        .needs(&["/totalCost", "/totalTokensIn", "/totalTokensOut", "/totalDispatches", "/entries"])
+        .needs_within("/entries/0", &["/date", "/cost", "/tokensIn", "/tokensOut", "/dispatches"])
+        .assert_shown(&schema_of::<UsageReport>(), |it: UsageReport| {
+            usage::show(&plain(), GroupBy::User, &it)
+        });
+}

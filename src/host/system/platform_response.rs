@@ -1,0 +1,55 @@
+//! Reads the bodies of the platform's responses, which are small.
+
+use serde::Deserialize;
+
+use svc_http::body::{ResponseBodyError, read_response};
+
+/// Far above the largest response, a heartbeat's with many proof keys.
+pub const MAX_RESPONSE_BYTES: usize = 256 << 10;
+
+/// The body of a response.
+///
+/// # Errors
+/// If it is longer than [`MAX_RESPONSE_BYTES`], or does not arrive completely.
+pub async fn read_body(mut response: reqwest::Response) -> Result<Vec<u8>, ResponseBodyError> {
+    let mut body = Vec::new();
+    read_response(&mut response, MAX_RESPONSE_BYTES, &mut body).await?;
+    Ok(body)
+}
+
+/// The members of a problem (RFC 9457) that hosts use; empty if the body has none.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ProblemBody {
+    pub code: String,
+    pub detail: String,
+}
+
+impl ProblemBody {
+    pub fn parse(body: &[u8]) -> Self {
+        serde_json::from_slice(body).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn response(bytes: usize) -> reqwest::Response {
+        http::Response::new(vec![b'x'; bytes]).into()
+    }
+
+    #[tokio::test]
+    async fn read_body_refuses_more_than_the_limit() {
+        assert_eq!(read_body(response(MAX_RESPONSE_BYTES)).await.unwrap().len(), MAX_RESPONSE_BYTES);
+        let error = read_body(response(MAX_RESPONSE_BYTES + 1)).await.unwrap_err();
+        assert_eq!(error.to_string(), "the response is larger than 262144 bytes");
+    }
+
+    #[test]
+    fn parse_accepts_any_body() {
+        let problem = ProblemBody::parse(br#"{"code":"superseded","status":403}"#);
+        assert_eq!((problem.code.as_str(), problem.detail.as_str()), ("superseded", ""));
+        assert_eq!(ProblemBody::parse(b"<html>").code, "");
+    }
+}

@@ -1,0 +1,327 @@
+//! The body of a heartbeat: parsed field by field, so that a refusal names every mistake.
+
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use crate::api::attention;
+use crate::api::call::ApiCall;
+use crate::api::register::HostRegistration;
+use crate::db::machine_changes;
+use svc_base::untrusted_text;
+use svc_http::fields::Fields;
+use svc_http::problem::Problem;
+use svc_machine::epoch::{Epoch, MAX_EPOCH};
+use svc_machine::name::ImageVersion;
+use svc_store::bundle::MAX_KEYS;
+use svc_wire::heartbeat::{ComponentHealth, Heartbeat, MAX_PROOF_KIDS, MAX_TRUSTED_KEYS, TrustedKeyIds};
+use svc_wire::host::{
+    ComponentStatus, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks,
+    UpdateOutcome,
+};
+use svc_wire::machine::{Disk, Health};
+
+// A host trusts the keys of one set.
+const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
+
+/// A heartbeat whose fields have been checked, with their texts bounded and printable.
+pub struct HeartbeatReport {
+    pub sent: Heartbeat,
+    /// When the reported verified snapshot was taken.
+    pub backup_taken_at: Option<Timestamp>,
+    /// The registration that the platform accepted.
+    pub registration: Option<HostRegistration>,
+}
+
+impl HeartbeatReport {
+    /// What the platform stores of it.
+    pub fn columns(&self) -> machine_changes::Heartbeat<'_> {
+        let sent = &self.sent;
+        machine_changes::Heartbeat {
+            image_version: &sent.image_version,
+            health: self.stored_health(),
+            last_backup: sent.last_backup.as_ref().map(|report| json!(report)),
+            last_update: sent.last_update.as_ref().map(|report| json!(report)),
+            checks: sent.checks.as_ref().map(|report| json!(report)),
+            updating: sent.updating,
+            attention: json!(sent.attention),
+            backup_taken_at: self.backup_taken_at,
+            proof_kids: &sent.proof_kids,
+            trusted_keys: sent.trusted_keys.as_ref(),
+        }
+    }
+
+    pub fn stored_health(&self) -> Value {
+        let ComponentHealth { gateway, database } = self.sent.health.clone();
+        json!(Health { gateway, database, disk: self.sent.disk })
+    }
+}
+
+/// Parses a heartbeat's body.
+///
+/// # Errors
+/// A problem that names every mistake.
+pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
+    let mut fields = call.host_fields()?;
+    let image_version = fields.required("imageVersion");
+    let epoch = epoch(&mut fields);
+    let health = health(&mut fields);
+    let disk = disk(&mut fields);
+    let last_backup = last_backup(&mut fields);
+    let last_update = last_update(&mut fields);
+    let checks = checks(&mut fields);
+    let updating = fields.boolean("updating").unwrap_or(false);
+    let attention = attention::read(&mut fields);
+    let proof_kids = fields.strings("proofKids", MAX_PROOF_KIDS);
+    let trusted_keys = trusted_keys(&mut fields);
+    let registration = registration(&mut fields);
+    let built = (|| {
+        let (last_backup, backup_taken_at) = last_backup.unzip();
+        let sent = Heartbeat {
+            image_version: image_version?,
+            epoch: epoch?,
+            health: health?,
+            disk: Some(disk?),
+            last_backup,
+            last_update,
+            checks,
+            updating,
+            attention,
+            proof_kids,
+            trusted_keys,
+            registration: registration.as_ref().map(|registration| registration.sent.clone()),
+        };
+        Some(HeartbeatReport { sent, backup_taken_at: backup_taken_at.flatten(), registration })
+    })();
+    fields.finish(built)
+}
+
+/// The ids of the keys whose signatures on releases the host accepts.
+fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
+    let mut inner = fields.optional_nested("trustedKeys")?;
+    let sequence = inner.required_number("sequence").map(u32::try_from);
+    if matches!(sequence, Some(Err(_))) {
+        inner.wrong("sequence", format!("must be at most {}", u32::MAX));
+    }
+    if !inner.has("ids") {
+        inner.wrong("ids", "is required");
+    }
+    let ids = inner.strings("ids", MAX_TRUSTED_KEYS);
+    let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if !ids.iter().all(is_id) {
+        inner.wrong("ids", "must each have 16 hexadecimal digits");
+    }
+    fields.close(inner);
+    Some(TrustedKeyIds { sequence: sequence?.ok()?, ids })
+}
+
+fn registration(fields: &mut Fields) -> Option<HostRegistration> {
+    let mut inner = fields.optional_nested("registration")?;
+    let registration = HostRegistration::read(&mut inner);
+    fields.close(inner);
+    registration
+}
+
+fn health(fields: &mut Fields) -> Option<ComponentHealth> {
+    let mut inner = fields.nested("health")?;
+    let gateway: Option<ComponentStatus> = inner.required("gateway");
+    let database: Option<ComponentStatus> = inner.required("database");
+    fields.close(inner);
+    Some(ComponentHealth { gateway: gateway?.into(), database: database?.into() })
+}
+
+fn disk(fields: &mut Fields) -> Option<Disk> {
+    let mut inner = fields.nested("disk")?;
+    let (total, free) = (inner.required_number("totalBytes"), inner.required_number("freeBytes"));
+    fields.close(inner);
+    Some(Disk { total_bytes: total?, free_bytes: free? })
+}
+
+/// The report of the last backup, and when its snapshot was taken if it succeeded.
+fn last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
+    let mut inner = fields.optional_nested("lastBackup")?;
+    let status: Option<Outcome> = inner.required("status");
+    let key = inner.reported("key");
+    let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
+    let size_bytes = inner.optional_number("sizeBytes");
+    let error = inner.reported("error");
+    fields.close(inner);
+    let status = status?;
+    let report = LastBackup {
+        status: status.into(),
+        began_at: began_at.map(Into::into),
+        key,
+        taken_at: taken_at.map(Into::into),
+        size_bytes,
+        error,
+    };
+    Some((report, taken_at.filter(|_| status == Outcome::Success)))
+}
+
+/// The report of the last update.
+fn last_update(fields: &mut Fields) -> Option<LastUpdate> {
+    let mut inner = fields.optional_nested("lastUpdate")?;
+    let version: Option<ImageVersion> = inner.required("version");
+    let outcome: Option<UpdateOutcome> = inner.required("outcome");
+    let stage: Option<String> = inner.required("stage");
+    let error = inner.reported("error");
+    let at = inner.required_time("at");
+    fields.close(inner);
+    Some(LastUpdate {
+        version: version?.into(),
+        outcome: outcome?.into(),
+        stage: untrusted_text::bounded(&stage?),
+        at: at?.into(),
+        error,
+    })
+}
+
+/// The report of the last snapshot checks, by kind.
+fn checks(fields: &mut Fields) -> Option<SnapshotChecks> {
+    let mut inner = fields.optional_nested("checks")?;
+    let checks = SnapshotChecks { verify: check(&mut inner, "verify"), drill: check(&mut inner, "drill") };
+    fields.close(inner);
+    Some(checks)
+}
+
+fn check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
+    let mut inner = checks.optional_nested(kind)?;
+    let status: Option<Outcome> = inner.required("status");
+    let at = inner.required_time("at");
+    let key = inner.reported("key");
+    let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
+    let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
+    let error = inner.reported("error");
+    checks.close(inner);
+    Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
+}
+
+fn epoch(fields: &mut Fields) -> Option<Epoch> {
+    let number = fields.required_number("epoch")?;
+    let epoch = u32::try_from(number).ok().map(Epoch).filter(|epoch| *epoch <= MAX_EPOCH);
+    if epoch.is_none() {
+        fields.wrong("epoch", format!("must be at most {MAX_EPOCH}"));
+    }
+    epoch
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+    use axum::extract::Request;
+    use http::header::CONTENT_TYPE;
+
+    use super::*;
+    use svc_machine::id::MachineId;
+    use svc_wire::machine::Attention;
+    use svc_wire::registration::Registration;
+    use svc_wire::text::Time;
+
+    async fn parse(body: &Value) -> Result<HeartbeatReport, Problem> {
+        let request = Request::builder().header(CONTENT_TYPE, "application/json");
+        let request = request.body(Body::from(body.to_string())).unwrap();
+        parse_report(&ApiCall::read(request).await?)
+    }
+
+    fn at() -> Time {
+        Time::stored("2026-11-21T11:05:00.000Z")
+    }
+
+    /// A heartbeat with every field.
+    fn whole() -> Heartbeat {
+        let check = |status: Outcome| SnapshotCheck {
+            status: status.into(),
+            at: at(),
+            key: Some("k".to_owned()),
+            damaged: vec!["d".to_owned()],
+            error: Some("e".to_owned()),
+        };
+        Heartbeat {
+            image_version: "2026.11.1".parse().unwrap(),
+            epoch: Epoch(3),
+            health: ComponentHealth {
+                gateway: ComponentStatus::Ok.into(),
+                database: ComponentStatus::Failing.into(),
+            },
+            disk: Some(Disk { total_bytes: 9, free_bytes: 5 }),
+            last_backup: Some(LastBackup {
+                status: Outcome::Success.into(),
+                began_at: Some(at()),
+                key: Some("k".to_owned()),
+                taken_at: Some(at()),
+                size_bytes: Some(7),
+                error: Some("e".to_owned()),
+            }),
+            last_update: Some(LastUpdate {
+                version: "2026.11.1".parse::<ImageVersion>().unwrap().into(),
+                outcome: UpdateOutcome::RolledBack.into(),
+                stage: "health".to_owned(),
+                at: at(),
+                error: Some("e".to_owned()),
+            }),
+            checks: Some(SnapshotChecks {
+                verify: Some(check(Outcome::Success)),
+                drill: Some(check(Outcome::Error)),
+            }),
+            updating: true,
+            attention: vec![Attention { code: "snapshot_held".to_owned(), detail: "d".to_owned() }],
+            proof_kids: vec!["proof-1".to_owned()],
+            trusted_keys: Some(TrustedKeyIds { sequence: 2, ids: vec!["614c4b637b092e93".to_owned()] }),
+            registration: Some(Registration {
+                machine_id: MachineId::new(),
+                image_version: "2026.11.1".parse().unwrap(),
+                bundle_sha256: "ab".repeat(32),
+                tls_spki_sha256: "cd".repeat(32),
+                boot_ms: Some(5),
+            }),
+        }
+    }
+
+    #[tokio::test]
+    async fn parse_report_reads_every_field() {
+        let whole = whole();
+        let report = parse(&json!(whole)).await.unwrap();
+        assert_eq!(report.sent, whole);
+        assert_eq!(report.backup_taken_at, Some(at().parse().unwrap()));
+        assert!(report.registration.is_some());
+    }
+
+    #[tokio::test]
+    async fn parse_report_accepts_older_and_newer_hosts() {
+        let mut least = json!(whole());
+        let optional = [
+            "lastBackup",
+            "lastUpdate",
+            "checks",
+            "updating",
+            "attention",
+            "proofKids",
+            "trustedKeys",
+            "registration",
+        ];
+        for name in optional {
+            least.as_object_mut().unwrap().shift_remove(name);
+        }
+        least["someday"] = json!({ "new": 1 });
+        least["health"]["someday"] = json!(1);
+        let sent = parse(&least).await.unwrap().sent;
+        assert_eq!((sent.last_backup, sent.updating, sent.attention), (None, false, vec![]));
+        for name in optional {
+            least[name] = Value::Null;
+        }
+        assert!(parse(&least).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn parse_report_names_every_wrong_field() {
+        let mut wrong = json!(whole());
+        wrong["epoch"] = json!(u64::from(u32::MAX));
+        wrong["disk"] = Value::Null;
+        wrong["health"]["gateway"] = json!("well");
+        wrong["trustedKeys"]["ids"][0] = json!("x");
+        wrong["checks"]["drill"]["at"] = json!("soon");
+        let problem = parse(&wrong).await.err().unwrap();
+        let errors = problem.members["errors"].as_array().unwrap();
+        let named: Vec<_> = errors.iter().map(|error| error["pointer"].as_str().unwrap()).collect();
+        assert_eq!(named, ["/epoch", "/health/gateway", "/disk", "/checks/drill/at", "/trustedKeys/ids"]);
+    }
+}

@@ -1,0 +1,172 @@
+//! `POST /vps/:id/heartbeat`: what a host reports about itself, and what the platform wants it to do.
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use secrecy::SecretString;
+use serde::{Deserialize, Serialize};
+
+use crate::host::{ComponentStatus, LastBackup, LastUpdate, SnapshotChecks};
+use crate::machine::{Attention, Disk};
+use crate::registration::Registration;
+use crate::secret;
+use crate::text::Text;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::OperationId;
+use svc_machine::name::ImageVersion;
+
+/// Maximum number of proof keys that a host acknowledges.
+pub const MAX_PROOF_KIDS: usize = 16;
+/// Maximum number of keys that a host trusts for releases.
+pub const MAX_TRUSTED_KEYS: usize = 16;
+/// Maximum number of items that need attention.
+pub const MAX_ATTENTION_ITEMS: usize = 16;
+/// Maximum characters of an item's code, which consists of lower-case letters and underscores.
+pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
+
+/// A host's report. Optional fields may be `null` or absent. The platform keeps the last backup, update, checks and
+/// trusted keys of an earlier report if they are.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Heartbeat {
+    /// The release that the host runs.
+    #[schemars(with = "Text<ImageVersion>")]
+    pub image_version: ImageVersion,
+    /// The epoch under which the host writes.
+    #[schemars(with = "u64")]
+    pub epoch: Epoch,
+    pub health: ComponentHealth,
+    /// Space of the owner's file system. `null` if the host cannot read it, which the platform refuses.
+    #[schemars(with = "Disk")]
+    pub disk: Option<Disk>,
+    /// The last run, successful or not.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub last_backup: Option<LastBackup>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_update: Option<LastUpdate>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checks: Option<SnapshotChecks>,
+    /// Whether an update is in progress.
+    #[serde(default)]
+    #[schemars(skip_serializing_if = "std::ops::Not::not", with = "Option<bool>")]
+    pub updating: bool,
+    /// Problems that need a person: at most 16. The platform truncates long details.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "attention_items")]
+    pub attention: Vec<Attention>,
+    /// Ids of the platform's proof keys that the host accepts: at most 16.
+    #[serde(default)]
+    #[schemars(skip_serializing_if = "Vec::is_empty", schema_with = "proof_kids")]
+    pub proof_kids: Vec<String>,
+    /// Absent before the host's updater has written them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trusted_keys: Option<TrustedKeyIds>,
+    /// The registration that the platform accepted; a database restored from an older copy may lack it. Absent before
+    /// the registration.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub registration: Option<Registration>,
+}
+
+/// The health of a host's gateway and database.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct ComponentHealth {
+    pub gateway: Text<ComponentStatus>,
+    pub database: Text<ComponentStatus>,
+}
+
+/// The keys whose signatures on releases a host accepts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct TrustedKeyIds {
+    /// Number of the key set; a later set has a higher one.
+    #[schemars(schema_with = "any_u32")]
+    pub sequence: u32,
+    /// 16 hexadecimal digits each; at most 16 ids.
+    #[schemars(schema_with = "key_ids")]
+    pub ids: Vec<String>,
+}
+
+/// The desired state of a host. A host treats an absent field as no change.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct HeartbeatResponse {
+    /// The release that the host must run; the reported one if no other is wanted.
+    #[schemars(with = "String")]
+    pub desired_image_version: Option<ImageVersion>,
+    /// The current epoch of the host's machine.
+    #[schemars(with = "u64")]
+    pub epoch: Option<Epoch>,
+    /// Whether another machine has taken this one's place, so that the host must stop.
+    pub superseded: bool,
+    /// The keys whose proofs the host must accept.
+    #[schemars(with = "ProofKeys")]
+    pub proof_keys: Option<ProofKeys>,
+    /// The operation for which the host's writers stay stopped.
+    pub quiesce: Option<Text<OperationId>>,
+    /// The request id of the update to `desiredImageVersion`. Present while a rollout wants it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub desired_request_id: Option<String>,
+    /// The token for later calls. Present while the host uses another one.
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "secret::expose_option")]
+    #[schemars(with = "String")]
+    pub next_token: Option<SecretString>,
+}
+
+/// Public keys of the platform's proofs.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct ProofKeys {
+    pub keys: Vec<ProofKey>,
+}
+
+/// A public key: `x` is the Ed25519 key in base64url (RFC 8037).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct ProofKey {
+    pub kid: String,
+    pub x: String,
+}
+
+impl ComponentHealth {
+    /// Whether both components are healthy.
+    pub fn is_ok(&self) -> bool {
+        [&self.gateway, &self.database].into_iter().all(|status| status.is(ComponentStatus::Ok))
+    }
+}
+
+fn attention_items(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": ["array", "null"],
+        "items": {
+            "type": "object",
+            "properties": {
+                "code": { "type": "string", "pattern": format!("^[a-z_]{{1,{MAX_ATTENTION_CODE_CHARS}}}$") },
+                "detail": { "type": "string", "minLength": 1 },
+            },
+            "required": ["code", "detail"],
+        },
+        "maxItems": MAX_ATTENTION_ITEMS,
+    })
+}
+
+fn proof_kids(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": ["array", "null"],
+        "items": { "type": "string", "pattern": "^[^\\u0000]*$" },
+        "maxItems": MAX_PROOF_KIDS,
+    })
+}
+
+fn key_ids(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "items": { "type": "string", "pattern": "^[0-9A-Fa-f]{16}$" },
+        "maxItems": MAX_TRUSTED_KEYS,
+    })
+}
+
+fn any_u32(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "integer", "minimum": 0, "maximum": u32::MAX })
+}

@@ -1,0 +1,175 @@
+//! The first boot of a host: the reports of its stages and of its failure, and its registration.
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Serialize};
+
+use crate::text::{Text, words};
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+use svc_machine::name::ImageVersion;
+use svc_machine::state::Status;
+
+/// Maximum characters of the stage of a failed boot.
+pub const MAX_STAGE_CHARS: usize = 64;
+
+const MARKER: &str = "code ";
+
+words!(
+    /// The name of a stage of the first boot.
+    BootStageName {
+        Bundle = "bundle",
+        Database = "database",
+        Restore = "restore",
+        Gateway = "gateway",
+        Register = "register",
+    }
+);
+
+words!(
+    /// Why a restore at boot failed, where the cause decides what an operator should do. A host puts it into the message
+    /// of its failed boot, because the message passes through the journal and a shell script.
+    RestoreFailureCode {
+        /// The disk is too small for the database.
+        NoSpace = "no_space",
+        /// The snapshot is of a newer PostgreSQL than the release has.
+        NewerPostgres = "newer_postgres",
+        /// The object store could not be read.
+        StoreUnavailable = "store_unavailable",
+    }
+);
+
+impl RestoreFailureCode {
+    /// The form in a message, such as `code no_space`.
+    pub fn marker(self) -> String {
+        format!("{MARKER}{self}")
+    }
+
+    /// The code in a message; `None` if it has none, as those of older hosts.
+    pub fn find(message: &str) -> Option<Self> {
+        message.split(MARKER).skip(1).find_map(|rest| {
+            let end = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len());
+            rest[..end].parse().ok()
+        })
+    }
+}
+
+/// The registration of a new host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Registration {
+    #[schemars(with = "Text<MachineId>")]
+    pub machine_id: MachineId,
+    /// The installed release.
+    #[schemars(with = "Text<ImageVersion>")]
+    pub image_version: ImageVersion,
+    /// SHA-256 of the release's bundle: 64 hexadecimal digits.
+    #[schemars(schema_with = "sha256")]
+    pub bundle_sha256: String,
+    /// SHA-256 of the public key of the gateway's certificate: 64 hexadecimal digits.
+    #[schemars(schema_with = "sha256")]
+    pub tls_spki_sha256: String,
+    /// Milliseconds from the writing of user-data until the gateway was ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot_ms: Option<u64>,
+}
+
+/// The response to a registration.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct RegistrationResponse {
+    #[schemars(schema_with = "running")]
+    pub status: Text<Status>,
+    #[schemars(with = "u64")]
+    pub epoch: Epoch,
+}
+
+/// The start of a stage, or its progress.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct BootStageReport {
+    pub stage: Text<BootStageName>,
+    /// Absent at the start of a stage.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<StageProgress>,
+}
+
+/// Progress within a stage, in figures that only increase.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct StageProgress {
+    /// Bytes that have been downloaded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_bytes: Option<u64>,
+    /// Rows that have been loaded into the database.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_rows: Option<u64>,
+}
+
+/// A failed boot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct BootFailureReport {
+    /// At most 64 characters; hosts send the name of a boot stage.
+    #[schemars(schema_with = "stage")]
+    pub stage: String,
+    /// A message without the host's secrets. The platform truncates a long one.
+    #[schemars(schema_with = "some_text")]
+    pub message: String,
+}
+
+/// The response to the report of a failed boot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct BootFailureResponse {
+    pub machine_id: Text<MachineId>,
+    pub status: Text<Status>,
+}
+
+impl StageProgress {
+    pub fn of_bytes(bytes: u64, total: u64) -> Self {
+        Self { bytes: Some(bytes), total_bytes: Some(total), ..Self::default() }
+    }
+
+    pub fn of_rows(rows: u64, total: u64) -> Self {
+        Self { rows: Some(rows), total_rows: Some(total), ..Self::default() }
+    }
+}
+
+fn sha256(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "string", "pattern": "^[0-9A-Fa-f]{64}$" })
+}
+
+fn running(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "string", "enum": [Status::Running.as_str()] })
+}
+
+fn stage(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "string", "minLength": 1, "maxLength": MAX_STAGE_CHARS, "pattern": "^[^\\u0000]*$" })
+}
+
+fn some_text(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "string", "minLength": 1 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn find_returns_the_code_of_a_message() {
+        for code in RestoreFailureCode::ALL {
+            let message = format!("exit code 70: svc-restore: {}: details", code.marker());
+            assert_eq!(RestoreFailureCode::find(&message), Some(code));
+        }
+        for other in ["", "code", "code someday: x", "no_space", "exit code 70"] {
+            assert_eq!(RestoreFailureCode::find(other), None, "{other}");
+        }
+    }
+}

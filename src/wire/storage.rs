@@ -1,0 +1,54 @@
+//! `POST /vps/:id/storage-credentials`: a host's credentials for its slot in the object store.
+
+use jiff::Timestamp;
+use schemars::JsonSchema;
+use secrecy::SecretString;
+use serde::{Deserialize, Serialize};
+
+use crate::secret;
+use crate::text::Time;
+use svc_base::clock;
+
+/// The working session, the place of the slot in the store, and the outage session. The request has no body.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct StorageCredentials {
+    #[serde(flatten)]
+    pub session: StoreSession,
+    #[serde(flatten)]
+    pub place: StorePlace,
+    /// Stores snapshots while the platform is unreachable. `null` if the platform grants none; older platforms omit it.
+    #[serde(default)]
+    pub outage: Option<StoreSession>,
+}
+
+/// Credentials of one session.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct StoreSession {
+    pub access_key_id: String,
+    #[serde(serialize_with = "secret::expose")]
+    #[schemars(with = "String")]
+    pub secret_access_key: SecretString,
+    #[serde(serialize_with = "secret::expose_option")]
+    #[schemars(with = "Option<String>")]
+    pub session_token: Option<SecretString>,
+    /// By the platform's clock; the response's `Date` gives that clock's time.
+    #[serde(with = "clock::wire")]
+    #[schemars(with = "Time")]
+    pub expires_at: Timestamp,
+}
+
+/// The slot's place in the object store. A host has it from its user-data, and ignores it here.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(inline)]
+pub struct StorePlace {
+    pub region: String,
+    /// `null` for AWS's own endpoint.
+    pub endpoint: Option<String>,
+    pub bucket: String,
+    /// The slot's prefix, with a slash at its end.
+    pub prefix: String,
+}
