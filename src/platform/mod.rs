@@ -208,7 +208,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(operations::reconcile::run(platform.clone()));
     tasks.spawn(rollouts::run(platform.clone()));
     println!("listening api {}", api.url);
-    let control = api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(OpenApi(&openapi::JSON)));
+    let control =
+        api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(OpenApi(&openapi::JSON)));
     let trusted_proxies = platform.config.rates.trusted_proxies.clone();
     let limits = Limits { trusted_proxies, ..Limits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));

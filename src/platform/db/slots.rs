@@ -68,7 +68,11 @@ pub async fn list(
     );
     let user = user.map(IdpUserId::as_str);
     let (after_user, after_slot) = after.map(|(user, slot)| (user.as_str(), slot.as_str())).unzip();
-    query(client, &sql, &[&user, &after_user, &after_slot, &limit]).await?.iter().map(SlotRow::parse).collect()
+    query(client, &sql, &[&user, &after_user, &after_slot, &limit])
+        .await?
+        .iter()
+        .map(SlotRow::parse)
+        .collect()
 }
 
 /// Inserts a slot, or replaces its subscription.
