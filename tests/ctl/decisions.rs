@@ -63,14 +63,18 @@ async fn options_and_decisions_reach_the_platform() {
     assert_eq!(line, format!("POST /vps/{MACHINE}/undelete HTTP/1.1"));
     let (line, _) = sent(&["resume", MACHINE], vec![record(), record()]).await;
     assert_eq!(line, format!("POST /vps/{MACHINE}/resume HTTP/1.1"));
+    let power = |action: &str| {
+        let accepted = json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION, "action": action});
+        Reply::Json(202, accepted)
+    };
     for action in ["off", "reboot"] {
-        let (line, body) = sent(&["power", action, MACHINE, "--yes"], vec![record(), accepted()]).await;
+        let (line, body) = sent(&["power", action, MACHINE, "--yes"], vec![record(), power(action)]).await;
         assert_eq!((line, body), (format!("POST /vps/{MACHINE}/power HTTP/1.1"), json!({"action": action})));
     }
     let accept = ["backup", "accept", MACHINE, "--yes"];
     let (line, body) = sent(&accept, vec![record(), accepted()]).await;
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"), json!({})));
-    let (_, body) = sent(&["power", "on", MACHINE], vec![record(), accepted()]).await;
+    let (_, body) = sent(&["power", "on", MACHINE], vec![record(), power("on")]).await;
     assert_eq!(body, json!({"action": "on"}));
     let mut discarded = super::record("running", None);
     discarded["operationId"] = OPERATION.into();
