@@ -1,8 +1,8 @@
 //! Older platforms omit fields that were added later: every view shows the rest of a response.
 //!
-//! Each example is a response of the current platform with every field of the schema, and each test removes one field at
-//! a time. A field is essential if the view is meaningless without it: an identifier, a state, or the figure that the view
-//! is about. Each example lists its essential fields.
+//! Each example is a response of the current platform with every field of the schema, and each test removes one field
+//! at a time. A field is essential if the view is meaningless without it: an identifier, a state, or the figure that
+//! the view is about. Each example lists its essential fields.
 
 use std::collections::BTreeSet;
 

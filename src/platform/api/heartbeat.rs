@@ -101,8 +101,8 @@ pub async fn handle(
     Ok(response)
 }
 
-/// Records a token of a later generation, because its use proves that the host has stored it. Returns the token that the
-/// host must use from now on, if it differs.
+/// Records a token of a later generation, because its use proves that the host has stored it. Returns the token that
+/// the host must use from now on, if it differs.
 async fn next_token(platform: &Platform, host: &AuthenticatedHost) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
     let (current, standing) = match host.standing {
@@ -156,8 +156,8 @@ async fn advance_token(
     Ok(after)
 }
 
-/// Adds facts that a database restored from an older copy lacks: that the host has registered, or holds its slot under a
-/// later epoch. Returns whether the machine holds its slot although it is inactive in the database.
+/// Adds facts that a database restored from an older copy lacks: that the host has registered, or holds its slot
+/// under a later epoch. Returns whether the machine holds its slot although it is inactive in the database.
 async fn holds_slot_in_store(
     platform: &Platform,
     machine: &MachineRow,

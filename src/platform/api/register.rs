@@ -44,8 +44,8 @@ pub struct HostRegistration {
     pin: SpkiPin,
 }
 
-/// The canonical form of a registration. Its hash is stored to recognise a repeated request, and the audit records it. It
-/// must not change, because the platform may be updated between a request and its repetition.
+/// The canonical form of a registration. Its hash is stored to recognise a repeated request, and the audit records
+/// it. It must not change, because the platform may be updated between a request and its repetition.
 #[derive(Serialize)]
 struct CanonicalRegistration<'a> {
     machine: MachineId,

@@ -1,7 +1,7 @@
 //! Previews of tool inputs and messages: their start, without secrets.
 //!
-//! Secrets are recognised by their format, by the name before them, and by value if they are in the agent's environment.
-//! No list of patterns is complete, so previews are short, and tool results are never shown.
+//! Secrets are recognised by their format, by the name before them, and by value if they are in the agent's
+//! environment. No list of patterns is complete, so previews are short, and tool results are never shown.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -189,8 +189,8 @@ fn failure(error: RegistrationError) -> Failure {
     Failure::new(exit, error)
 }
 
-/// Waits until the gateway is ready, and returns the pin of its key. The gateway creates the key at its first start, and
-/// only a working gateway is registered.
+/// Waits until the gateway is ready, and returns the pin of its key. The gateway creates the key at its first start,
+/// and only a working gateway is registered.
 async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<SpkiPin, Failure> {
     let end = Instant::now() + config.gateway_deadline;
     loop {
