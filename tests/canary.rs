@@ -1,5 +1,5 @@
-//! The demo's story with every secret known: none may appear in a log, a response, an argument list or a table. To
-//! prove the detector, the test finally leaks a secret through each channel, and all must be detected.
+//! Runs the demo's story and searches for every secret: none may appear in a log, a response, an argument list or a
+//! table. To prove the detector, the test then leaks a secret through each channel, and must detect every leak.
 
 mod channels;
 mod detector;
@@ -26,12 +26,12 @@ const REQUEST_ID: &str = "canary-request-from-the-router-1";
 async fn story_leaks_no_secret() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
     let options = Options { svc, breakage: None, keep: false, report: None };
-    let more = [
+    let variables = [
         ("RUST_LOG", "debug,tokio_postgres::query=debug,tokio_postgres::simple_query=debug"),
         ("ADMIN_TOKEN", ADMIN),
     ];
     let watch = ProcessWatch::start();
-    let report = story::run_inspected(options, &more, async |stack, checkpoint| match checkpoint {
+    let report = story::run_inspected(options, &variables, async |stack, checkpoint| match checkpoint {
         Checkpoint::Started => Ok(()),
         Checkpoint::Recovered => check_for_leaks(stack, &watch).await,
     });
@@ -41,25 +41,25 @@ async fn story_leaks_no_secret() {
 
 async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
     let mut detector = Detector::default();
-    let mut responses = provoke(stack, &mut detector).await?;
-    let databases = plant_secrets_of_stack(stack, &mut detector)?;
-    one_id_everywhere(stack).await?;
+    let mut responses = provoke_refusals(stack, &mut detector).await?;
+    let databases = register_secrets_of_stack(stack, &mut detector)?;
+    check_request_id(stack).await?;
 
-    let leaks = everywhere(stack, &detector, watch, &responses, &databases)?;
+    let leaks = scan_all(stack, &detector, watch, &responses, &databases)?;
     ensure!(leaks.is_empty(), "secrets leaked: {leaks:#?}");
 
-    let leaked = leak_through_each(stack, watch, &mut responses, &databases).await?;
-    let seen = everywhere(stack, &detector, watch, &responses, &databases)?;
+    let leaked = leak_through_each_channel(stack, watch, &mut responses, &databases).await?;
+    let detected = scan_all(stack, &detector, watch, &responses, &databases)?;
     for place in leaked {
         ensure!(
-            seen.iter().any(|leak| leak.place.starts_with(&place)),
-            "a leak through {place} was not detected: {seen:#?}"
+            detected.iter().any(|leak| leak.place.starts_with(&place)),
+            "a leak through {place} was not detected: {detected:#?}"
         );
     }
     Ok(())
 }
 
-fn everywhere(
+fn scan_all(
     stack: &Stack,
     detector: &Detector,
     watch: &ProcessWatch,
@@ -87,12 +87,12 @@ fn everywhere(
     Ok(leaks)
 }
 
-/// Uses every kind of credential, correctly and incorrectly, and returns the bodies of all refusals.
-async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
+/// Uses every kind of credential, correctly and incorrectly, and returns all refusals.
+async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
     let mut refused = Vec::new();
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
     let owner = stack.owner();
-    detector.plant("session JWT", &owner);
+    detector.register("session JWT", &owner);
 
     // A browser: the provider's cookie, then a session, then the page of an app.
     let page = stack.web.request(Method::GET, "/apps/notes/").header("accept", "text/html");
@@ -101,11 +101,11 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
     let mut pairs = cookies.filter_map(|cookie| cookie.split(';').next()?.split_once('='));
     let session =
         pairs.find(|(name, _)| name.ends_with("svc_session")).context("no session cookie")?.1.to_owned();
-    detector.plant("session cookie", &session);
+    detector.register("session cookie", &session);
     let minted = stack.web.request(Method::POST, "/_svc/app-token").bearer_auth(&owner);
     let minted: Value = minted.json(&json!({"app": "notes"})).send().await?.json().await?;
     let token = minted["token"].as_str().context("no app token")?.to_owned();
-    detector.plant("app token", &token);
+    detector.register("app token", &token);
     for path in [format!("/apps/notes/~{token}/"), format!("/apps/none/~{token}/x"), "/_svc/slots".to_owned()]
     {
         let request =
@@ -115,9 +115,9 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
     let other = json!({"action": "find", "app": "other", "table": "notes"});
     let wrong =
         json!({"action": "insert", "app": "notes", "table": "notes", "data": {"title": 7, "rank": ROW}});
-    detector.plant("value of a row", ROW);
+    detector.register("value of a row", ROW);
     for _ in 0..2 {
-        // Stored, and found again by a filter: the value passes every layer as data.
+        // The value is stored and then found by a filter, so it passes through every layer as data.
         stack.web.insert(&owner, ROW).await?;
         let find = json!({"action": "find", "app": "notes", "table": "notes", "filter": {"title": ROW}});
         stack.web.bridge(&owner, &find).await?;
@@ -132,7 +132,7 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
         }
     }
 
-    // The control API, with likely mistakes of its callers.
+    // The control API, with mistakes that callers are likely to make.
     let at = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
     for bearer in [owner.clone(), token.clone(), ADMIN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
@@ -140,7 +140,7 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
         }
         let body = json!({"idpUserId": "user_story", "registrationToken": owner, "secret": stack.secret});
         let request = at(Method::POST, "/vps/provision").bearer_auth(&stack.secret).json(&body);
-        // The name of an unknown field is quoted, but not its value.
+        // The refusal quotes the name of an unknown field, but not its value.
         refused.extend(refusal(request).await?);
         refused
             .extend(refusal(at(Method::POST, "/vps/register").bearer_auth(&bearer).json(&json!({}))).await?);
@@ -162,16 +162,16 @@ async fn refusal(request: reqwest::RequestBuilder) -> Result<Option<String>> {
 }
 
 /// Registers every secret of the stack and of its hosts' disks, and returns the databases by name.
-fn plant_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
-    detector.plant("ADMIN_TOKEN", ADMIN);
-    detector.plant("PLATFORM_SECRET", &stack.secret);
-    detector.plant("PLATFORM_KEY", &stack.key);
-    detector.plant("PROVIDER_API_TOKEN", stack.provider.token());
-    detector.plant("the platform's key of the store", stack.store.secret_key());
-    detector.plant("the platform's database password", stack.database_password());
+fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
+    detector.register("ADMIN_TOKEN", ADMIN);
+    detector.register("PLATFORM_SECRET", &stack.secret);
+    detector.register("PLATFORM_KEY", &stack.key);
+    detector.register("PROVIDER_API_TOKEN", stack.provider.token());
+    detector.register("the platform's key of the store", stack.store.secret_key());
+    detector.register("the platform's database password", stack.database_password());
     for (secret, token) in stack.store.session_secrets() {
-        detector.plant("secret key of a session of the store", &secret);
-        detector.plant("token of a session of the store", &token);
+        detector.register("secret key of a session of the store", &secret);
+        detector.register("token of a session of the store", &token);
     }
     let mut databases = BTreeMap::from([("the platform".to_owned(), stack.platform_database_url())]);
     for host in std::fs::read_dir(stack.dir.join("hosts"))? {
@@ -185,30 +185,30 @@ fn plant_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTre
             let value = value.trim_matches(['"', '\'']);
             match variable {
                 "UPGRADE_TOKEN" | "REGISTRATION_TOKEN" | "AWS_SECRET_ACCESS_KEY" | "AWS_SESSION_TOKEN" => {
-                    detector.plant(variable, value);
+                    detector.register(variable, value);
                 }
                 "DATABASE_URL" => {
                     let url = url::Url::parse(value)?;
-                    detector.plant("a host's database password", url.password().context("no password")?);
+                    detector.register("a host's database password", url.password().context("no password")?);
                     databases.insert(name.clone(), value.to_owned());
                 }
                 _ => {}
             }
         }
-        // The machine whose restore failed never created one.
+        // The machine whose restore failed never created a key.
         let key = std::fs::read_to_string(host.path().join("var/lib/svc/tls/key.pem")).unwrap_or_default();
         for line in key.lines().filter(|line| !line.starts_with('-') && line.len() > 40) {
-            detector.plant("a host's TLS key", line);
+            detector.register("a host's TLS key", line);
         }
     }
     ensure!(databases.len() == 4, "expected 4 databases, found {}", databases.len());
-    let planted: BTreeSet<&str> = detector.names().collect();
+    let registered: BTreeSet<&str> = detector.names().collect();
     for name in ["UPGRADE_TOKEN", "REGISTRATION_TOKEN", "AWS_SESSION_TOKEN", "a host's TLS key"] {
-        ensure!(planted.contains(name), "no secret of {name} was registered");
+        ensure!(registered.contains(name), "no secret of {name} was registered");
     }
     // The first host's database stopped with its machine's services.
     databases.retain(|_, url| accepts_connections(url));
-    ensure!(databases.len() >= 2, "no host's database runs");
+    ensure!(databases.len() >= 2, "no host's database is running");
     Ok(databases)
 }
 
@@ -218,8 +218,8 @@ fn accepts_connections(url: &str) -> bool {
     std::net::TcpStream::connect((host, port)).is_ok()
 }
 
-/// One id, from the router through the host and back.
-async fn one_id_everywhere(stack: &Stack) -> Result<()> {
+/// Checks that a request keeps its id from the router through the host and back.
+async fn check_request_id(stack: &Stack) -> Result<()> {
     let request = stack.web.request(Method::GET, "/api/apps").bearer_auth(stack.owner());
     let response = request.header("x-request-id", REQUEST_ID).send().await?;
     ensure!(response.status().is_success(), "{}", response.status());
@@ -231,13 +231,13 @@ async fn one_id_everywhere(stack: &Stack) -> Result<()> {
         };
         logs.iter().any(|(path, text)| path.ends_with(name) && has_line(text))
     };
-    ensure!(has("platform.log"), "the router's log has no line of {REQUEST_ID}");
-    ensure!(has("svc-gateway.log"), "no gateway's log has a line of {REQUEST_ID}");
+    ensure!(has("platform.log"), "the router's log has no line with {REQUEST_ID}");
+    ensure!(has("svc-gateway.log"), "no gateway's log has a line with {REQUEST_ID}");
     Ok(())
 }
 
 /// Leaks a secret through every channel, and returns the places where it must be detected.
-async fn leak_through_each(
+async fn leak_through_each_channel(
     stack: &Stack,
     watch: &ProcessWatch,
     responses: &mut Vec<String>,

@@ -27,12 +27,12 @@ const LIMITS: [(&str, u32); 19] = [
     ("svc-shell", 20),
     ("svc-sync-agent", 20),
     ("svc-watch", 20),
-    // Root's own: it replaces units and the release.
+    // Runs as root: it replaces units and the release.
     ("svc-update", 30),
-    // The owner's terminals, agents and JavaScript: they need compilers and sandboxes.
+    // The owner's terminals, agents and JavaScript, which need compilers and sandboxes.
     ("svc-code", 35),
     ("svc-agent@", 35),
-    // podman creates a container, which needs every right that the others lack; the container itself is restricted.
+    // podman needs privileges that the others lack to create a container; the container itself is restricted.
     ("svc-postgres", 100),
 ];
 
@@ -60,7 +60,7 @@ impl Unit {
     }
 
     /// A unit without a file.
-    fn written(name: &str, text: &str) -> Self {
+    fn from_text(name: &str, text: &str) -> Self {
         Self { name: name.to_owned(), path: PathBuf::new(), text: text.to_owned() }
     }
 
@@ -132,37 +132,37 @@ fn root(units: &[Unit]) -> tempfile::TempDir {
     root
 }
 
-fn verified(units: &[Unit]) -> String {
+fn verify(units: &[Unit]) -> String {
     let root = root(units);
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     analyze.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(root.path());
     let output = analyze.args(units.iter().map(|unit| &unit.name)).output().unwrap();
-    let words = output_text(&output);
-    assert!(output.status.success() || !words.is_empty(), "systemd-analyze: {}", output.status);
-    words
+    let messages = output_text(&output);
+    assert!(output.status.success() || !messages.is_empty(), "systemd-analyze: {}", output.status);
+    messages
 }
 
 #[test]
 fn systemd_verifies_all_units() {
-    assert_eq!(verified(&units()), "");
+    assert_eq!(verify(&units()), "");
     let first = include_str!("../cloud-init/svc-first-boot.service");
-    assert_eq!(verified(&[Unit::written("svc-first-boot.service", first)]), "");
-    assert_eq!(verified(&[platform()]), "");
-    for wrong in [
+    assert_eq!(verify(&[Unit::from_text("svc-first-boot.service", first)]), "");
+    assert_eq!(verify(&[platform()]), "");
+    for invalid in [
         "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
         "[Service]\nExecStart=/opt/svc/bin/x\nType=often\n",
     ] {
-        let words = verified(&[Unit::written("svc-wrong.service", wrong)]);
-        assert!(words.contains("svc-wrong.service"), "{words}");
+        let messages = verify(&[Unit::from_text("svc-wrong.service", invalid)]);
+        assert!(messages.contains("svc-wrong.service"), "{messages}");
     }
 }
 
-/// The score in tenths.
-fn exposure(unit: &Path) -> u32 {
+/// The exposure score of `systemd-analyze security`, in tenths.
+fn exposure_score(unit: &Path) -> u32 {
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     let output = analyze.args(["security", "--no-pager", "--offline=true"]).arg(unit).output().unwrap();
-    let words = output_text(&output);
-    let (_, after) = words.split_once("Overall exposure level for ").unwrap_or_else(|| panic!("{words}"));
+    let report = output_text(&output);
+    let (_, after) = report.split_once("Overall exposure level for ").unwrap_or_else(|| panic!("{report}"));
     let number = after.split_once(": ").unwrap().1.split_whitespace().next().unwrap();
     number.replace('.', "").parse().unwrap()
 }
@@ -174,9 +174,9 @@ fn service_exposure_is_within_its_limit() {
     assert_eq!(services.len(), limits.len(), "services and limits must match");
     for service in services {
         let limit = limits[service.name.trim_end_matches(".service")];
-        let found = exposure(&service.path);
-        println!("{}: {found} of {limit}", service.name);
-        assert!(found <= limit, "{} has {found}, its limit is {limit}", service.name);
+        let score = exposure_score(&service.path);
+        println!("{}: {score} of {limit}", service.name);
+        assert!(score <= limit, "{} has {score}, its limit is {limit}", service.name);
     }
 }
 
@@ -199,15 +199,15 @@ fn target_wants_every_unit_without_another_starter() {
             let (name, kind) = unit.name.rsplit_once('.').unwrap();
             match kind {
                 "timer" | "path" => Some(format!("{name}.service")),
-                // An instance for each connection.
+                // Each connection starts an instance.
                 "socket" => Some(format!("{name}@.service")),
                 _ => None,
             }
         })
         .collect();
     // A slice exists while it contains units.
-    let own = |unit: &&Unit| unit.name != "svc.target" && !unit.name.ends_with(".slice");
-    for unit in units.iter().filter(own) {
+    let is_startable = |unit: &&Unit| unit.name != "svc.target" && !unit.name.ends_with(".slice");
+    for unit in units.iter().filter(is_startable) {
         let is_triggered = triggered.contains(&unit.name);
         assert_eq!(wanted.contains(&unit.name.as_str()), !is_triggered, "{}", unit.name);
         assert_eq!(unit.words("PartOf") == ["svc.target"], !is_triggered, "{}", unit.name);
@@ -216,8 +216,8 @@ fn target_wants_every_unit_without_another_starter() {
 
 #[test]
 fn essential_services_restart_without_a_limit() {
-    let lasting = |unit: &&Unit| unit.is_service() && !unit.is_oneshot() && !unit.name.contains('@');
-    for unit in units().iter().filter(lasting) {
+    let is_long_running = |unit: &&Unit| unit.is_service() && !unit.is_oneshot() && !unit.name.contains('@');
+    for unit in units().iter().filter(is_long_running) {
         assert!(["on-failure", "always"].contains(&unit.values("Restart")[0]), "{}", unit.name);
         assert_eq!(unit.values("StartLimitIntervalSec"), ["0"], "{}", unit.name);
         assert!(!unit.values("RestartSec").is_empty(), "{}", unit.name);
@@ -227,7 +227,7 @@ fn essential_services_restart_without_a_limit() {
     }
 }
 
-/// Its path unit would find the same request and journal again at once.
+/// Otherwise its path unit would start it again at once, with the same request and journal.
 #[test]
 fn failed_update_is_retried_with_backoff_without_a_limit() {
     let units = units();
@@ -299,11 +299,12 @@ fn services_have_limits_and_no_secret_in_environment() {
         let unit = units.iter().find(|unit| unit.name == name).unwrap();
         unit.values("OOMScoreAdjust")[0].parse().unwrap()
     };
-    for kept in ["svc-gateway.service", "svc-postgres.service", "svc-sync-agent.service", "svc-watch.service"]
+    for essential in
+        ["svc-gateway.service", "svc-postgres.service", "svc-sync-agent.service", "svc-watch.service"]
     {
         assert!(
-            score(kept) < 0 && score("svc-code.service") > 0,
-            "the OOM killer must spare {kept} before the owner's programs"
+            score(essential) < 0 && score("svc-code.service") > 0,
+            "the OOM killer must spare {essential} before the owner's programs"
         );
     }
 }
@@ -311,7 +312,7 @@ fn services_have_limits_and_no_secret_in_environment() {
 fn is_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
-        kit::skip::record("only root can make users' files");
+        kit::skip::record("only root can create users' files");
     }
     is_root
 }
@@ -382,8 +383,8 @@ fn metadata_address_is_reachable_only_by_root() {
         python3 -m http.server --bind 169.254.169.254 80 >/dev/null 2>&1 & metadata=$!
         python3 -m http.server --bind 127.0.0.1 80 >/dev/null 2>&1 & other=$!
         trap 'kill $metadata $other' EXIT
-        ask() { for _ in $(seq 600); do curl --silent --output /dev/null --max-time 30 "$1" && return; sleep 0.1; done; return 1; }
-        ask http://169.254.169.254/ && ask http://127.0.0.1/ && echo up
+        fetch() { for _ in $(seq 600); do curl --silent --output /dev/null --max-time 30 "$1" && return; sleep 0.1; done; return 1; }
+        fetch http://169.254.169.254/ && fetch http://127.0.0.1/ && echo up
         as() { setpriv --reuid 1940 --clear-groups curl --silent --output /dev/null --max-time 30 --interface 10.0.0.1 "$1" && echo 0 || echo $?; }
         echo "metadata $(as http://169.254.169.254/) other $(as http://127.0.0.1/)"
     "#;

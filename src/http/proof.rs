@@ -55,7 +55,7 @@ pub struct Claims {
     pub exp: i64,
 }
 
-/// A public key for hosts: `x` is the Ed25519 key in base64url (RFC 8037).
+/// A public key that hosts accept: `x` is the Ed25519 key in base64url (RFC 8037).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProofKey {
     pub kid: String,

@@ -1,7 +1,7 @@
-//! Alarms: problems of the fleet or the provider as a whole, rather than of one machine; one item each, in `fleet`.
+//! Alarms: problems of the whole fleet or the provider rather than of a single machine. `fleet` lists them.
 //!
-//! A fuse alarm blocks work until its cause is gone or an operator releases it; the others only inform. A release of
-//! `servers_missing` lasts for a time, one of `unknown_servers` applies to the servers known at that moment.
+//! A fuse alarm blocks work until its cause is gone or an operator releases it; the others only inform. The release of
+//! `servers_missing` expires; the release of `unknown_servers` applies only to the servers listed at that time.
 
 use std::time::Duration;
 
@@ -18,29 +18,29 @@ use svc_http::problem::chain;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_wire::alarm as wire;
 
-/// How long a released fuse allows work. Unknown servers are released individually instead.
+/// How long a released fuse allows work. Unknown servers are released one by one instead.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
-/// Longer than the longest interval between attempts that raise it again.
+/// Exceeds the interval at which a persisting cause raises the alarm again.
 const INFO_TTL: Duration = Duration::from_secs(300);
 /// How long a single event is shown.
 const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Alarm {
-    /// The provider does not list many servers of live machines: none of the machines fails.
+    /// The provider does not list many servers of live machines: none of these machines is marked as failed.
     ServersMissing,
-    /// The provider lists servers of this installation that have no row: none is deleted before its release.
+    /// The provider lists servers of this installation that have no row: none is deleted until it is released.
     UnknownServers,
     ProviderUnauthorized,
     ProviderLimit,
     ProviderCapacity,
-    /// Operations of a newer release wait for it.
+    /// Operations that only a newer release supports are waiting for it.
     UnknownOperations,
-    /// The store records a later holder of a slot than the database.
+    /// The store has a later holder of a slot than the database.
     DatabaseBehindStore,
     /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
-    /// Hosts send tokens that no current platform key made.
+    /// Hosts send tokens that were made with no current platform key.
     HostTokensRefused,
 }
 
@@ -84,7 +84,7 @@ impl Alarm {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
 
-    /// How an alarm that blocks nothing ends.
+    /// When an alarm that is not a fuse ends.
     pub fn end(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
@@ -150,16 +150,16 @@ impl std::str::FromStr for Alarm {
     }
 }
 
-/// Raises an alarm that expires unless it is raised again. If that fails, only the alarm is lost.
+/// Raises an alarm that expires unless it is raised again. An error is logged, because the caller's work matters more.
 pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        let lasting = AlarmLifetime::For(alarm.ttl());
+        let lifetime = AlarmLifetime::For(alarm.ttl());
         match alarm {
             Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
-                alarms::raise_case(&session, alarm.as_str(), detail, lasting).await
+                alarms::raise_case(&session, alarm.as_str(), detail, lifetime).await
             }
-            _ => alarms::raise(&session, alarm.as_str(), detail, lasting).await,
+            _ => alarms::raise(&session, alarm.as_str(), detail, lifetime).await,
         }
     };
     match raised.await {
@@ -171,7 +171,7 @@ pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
     }
 }
 
-/// Raises the alarm for a provider error, if it is the account's.
+/// Raises the alarm for a provider error that concerns the account.
 pub async fn inform_of_provider(platform: &Platform, error: &ProviderError) {
     if let Some(alarm) = Alarm::of_provider(error) {
         inform(platform, alarm, &json!({})).await;
@@ -186,20 +186,20 @@ pub enum Fuse {
     Tripped,
 }
 
-/// Counts what a pass would destroy. A tripped fuse stays tripped while anything remains to destroy: neither a slowly
-/// growing list nor a person who settles the cases one by one may let the last few through.
+/// Decides whether a pass may destroy `remaining` resources. A tripped fuse stays tripped until none remain: neither a
+/// slowly growing list nor an operator who resolves the cases one by one may let the last few through.
 pub async fn check_fuse(
     client: &impl GenericClient,
     alarm: Alarm,
-    left: usize,
-    is_over: bool,
+    remaining: usize,
+    is_over_limit: bool,
     detail: &Value,
 ) -> Result<Fuse, DbError> {
-    if left == 0 {
+    if remaining == 0 {
         alarms::clear(client, alarm.as_str()).await?;
         return Ok(Fuse::Closed);
     }
-    if !is_over && alarms::get(client, alarm.as_str()).await?.is_none() {
+    if !is_over_limit && alarms::get(client, alarm.as_str()).await?.is_none() {
         return Ok(Fuse::Closed);
     }
     let row = raise(client, alarm, detail).await?;
@@ -210,10 +210,10 @@ pub async fn check_fuse(
 pub async fn raise_while(
     client: &impl GenericClient,
     alarm: Alarm,
-    left: usize,
+    remaining: usize,
     detail: &Value,
 ) -> Result<(), DbError> {
-    if left == 0 {
+    if remaining == 0 {
         return alarms::clear(client, alarm.as_str()).await;
     }
     raise(client, alarm, detail).await.map(drop)
@@ -235,13 +235,13 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
-/// How many machines may be lost at once before the fuse trips.
+/// Maximum number of missing servers before the fuse trips.
 pub fn limit(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)
 }
 
-/// The alarm as the fleet view shows it.
+/// The alarm in the form that the API returns.
 pub fn resource(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
     let known: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match known {

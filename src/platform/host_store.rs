@@ -28,7 +28,7 @@ use svc_store::vars::{
     AWS_ACCESS_KEY_ID, AWS_CREDENTIAL_EXPIRATION, AWS_REGION, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
     OBJECT_STORE_ENDPOINT, OBJECT_STORE_URL,
 };
-use svc_wire::storage::{StorageCredentials, StorePlace, StoreSession};
+use svc_wire::storage::{StorageCredentials, StoreLocation, StoreSession};
 
 /// Lifetime of the working session: the shortest that STS grants.
 const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
@@ -329,7 +329,7 @@ impl StoreAccess {
         let StoreConfig::S3(s3) = &self.store else { return None };
         Some(StorageCredentials {
             session: wire_session(self.credentials(s3)),
-            place: StorePlace {
+            location: StoreLocation {
                 region: s3.region.clone(),
                 endpoint: s3.endpoint.clone(),
                 bucket: s3.bucket.clone(),

@@ -1,4 +1,4 @@
-//! Deserialization of lists from hosts with a maximum length, which is enforced before memory is allocated.
+//! Deserializes lists from hosts. Their maximum length is enforced before memory is allocated.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,19 +9,19 @@ use serde::{Deserialize, Deserializer};
 /// Deserializes a list of at most `MAX` elements.
 ///
 /// # Errors
-/// For another format, or a longer list.
+/// If the value is not a list, or the list is longer.
 pub(super) fn at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
 {
-    from.deserialize_seq(AtMost::<T, MAX>(PhantomData))
+    from.deserialize_seq(BoundedVisitor::<T, MAX>(PhantomData))
 }
 
 /// Like [`at_most`], with `null` as `None`.
 ///
 /// # Errors
-/// For another format, or a longer list.
+/// If the value is not a list, or the list is longer.
 pub(super) fn some_at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Option<Vec<T>>, D::Error>
 where
     D: Deserializer<'de>,
@@ -38,13 +38,13 @@ impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T,
     }
 }
 
-struct AtMost<T, const MAX: usize>(PhantomData<T>);
+struct BoundedVisitor<T, const MAX: usize>(PhantomData<T>);
 
-impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for AtMost<T, MAX> {
+impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for BoundedVisitor<T, MAX> {
     type Value = Vec<T>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a list of at most {MAX}")
+        write!(f, "a list of at most {MAX} elements")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {

@@ -1,6 +1,6 @@
 //! Multipart upload of a stream of unknown length: equal parts, bounded memory, and no visible object before completion.
 //!
-//! Owns the parts; the caller either completes or aborts the upload.
+//! [`Upload`] owns the parts; its caller must complete or abort it.
 
 use std::time::Duration;
 
@@ -59,10 +59,10 @@ pub struct Upload {
     parts: PartLayout,
     filling: Vec<Bytes>,
     filled: usize,
-    begun: u64,
-    sent: u64,
-    acknowledged: u64,
-    /// Each returns the size of its part.
+    begun_parts: u64,
+    sent_bytes: u64,
+    acknowledged_bytes: u64,
+    /// Each task returns the size of its part.
     in_flight_parts: JoinSet<object_store::Result<u64>>,
 }
 
@@ -77,9 +77,9 @@ impl Upload {
             parts,
             filling: Vec::new(),
             filled: 0,
-            begun: 0,
-            sent: 0,
-            acknowledged: 0,
+            begun_parts: 0,
+            sent_bytes: 0,
+            acknowledged_bytes: 0,
             in_flight_parts: JoinSet::new(),
         })
     }
@@ -91,10 +91,10 @@ impl Upload {
 
     /// The number of bytes that the store has acknowledged.
     pub fn acknowledged(&self) -> u64 {
-        self.acknowledged
+        self.acknowledged_bytes
     }
 
-    /// Maximum bytes of the next [`Self::push`].
+    /// Maximum size of the next [`Self::push`] in bytes.
     pub fn room(&self) -> usize {
         self.parts.size - self.filled
     }
@@ -104,7 +104,7 @@ impl Upload {
     /// # Errors
     /// [`UploadError`] of this part or an earlier one.
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
-        debug_assert!(chunk.len() <= self.room(), "a chunk goes into one part");
+        debug_assert!(chunk.len() <= self.room(), "a chunk must fit into the current part");
         self.filled += chunk.len();
         self.filling.push(chunk);
         if self.filled == self.parts.size {
@@ -115,12 +115,12 @@ impl Upload {
     }
 
     fn send_part(&mut self) -> Result<(), UploadError> {
-        if self.begun == MAX_PARTS {
+        if self.begun_parts == MAX_PARTS {
             return Err(UploadError::TooLong { part: self.parts.size });
         }
-        self.begun += 1;
+        self.begun_parts += 1;
         let size = self.filled as u64;
-        self.sent += size;
+        self.sent_bytes += size;
         self.filled = 0;
         let payload: PutPayload = std::mem::take(&mut self.filling).into_iter().collect();
         let part = self.inner.put_part(payload);
@@ -130,10 +130,10 @@ impl Upload {
 
     async fn wait_until(&mut self, at_most: usize) -> Result<(), StoreError> {
         while self.in_flight_parts.len() > at_most {
-            let Some(ended) = self.in_flight_parts.join_next().await else { break };
+            let Some(joined) = self.in_flight_parts.join_next().await else { break };
             // A panic of the store's client is propagated.
-            let ended = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-            self.acknowledged += ended.map_err(|error| StoreError::of(&self.key, error))?;
+            let result = joined.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+            self.acknowledged_bytes += result.map_err(|error| StoreError::of(&self.key, error))?;
         }
         Ok(())
     }
@@ -151,12 +151,12 @@ impl Upload {
     pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
         self.flush().await?;
         let completed = self.inner.complete().await.map_err(|error| StoreError::of(&self.key, error));
-        let seen = self.bucket.head(&self.key).await;
-        match (completed, seen) {
-            (_, Ok(Some(meta))) if meta.size == self.sent => Ok(meta),
+        let stored = self.bucket.head(&self.key).await;
+        match (completed, stored) {
+            (_, Ok(Some(meta))) if meta.size == self.sent_bytes => Ok(meta),
             (Ok(_), Ok(Some(meta))) => {
                 let key = self.key.to_string();
-                Err(UploadError::WrongSize { key, sent: self.sent, found: meta.size })
+                Err(UploadError::WrongSize { key, sent: self.sent_bytes, found: meta.size })
             }
             (Ok(_), Ok(None)) => Err(StoreError::NotFound { key: self.key.to_string() }.into()),
             (Ok(_), Err(error)) | (Err(error), _) => Err(error.into()),
@@ -199,8 +199,8 @@ mod tests {
         let content: Bytes = (0..12 * MIB).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into();
         let mut rest = content.clone();
         while !rest.is_empty() {
-            let take = upload.room().min(rest.len()).min(300_000);
-            upload.push(rest.split_to(take)).await.unwrap();
+            let size = upload.room().min(rest.len()).min(300_000);
+            upload.push(rest.split_to(size)).await.unwrap();
         }
         upload.flush().await.unwrap();
         assert!(bucket.head(&key).await.unwrap().is_none());

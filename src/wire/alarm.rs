@@ -17,11 +17,11 @@ pub struct Alarm {
     pub since: Time,
     #[serde(default)]
     pub seen_at: Time,
-    /// Its figures and cases.
+    /// The figures and cases that raised it.
     #[schemars(schema_with = "any_object")]
     #[serde(default)]
     pub detail: BTreeMap<String, Value>,
-    /// Until when an operator has released what it holds back.
+    /// When the operator's release of the alarm ends.
     pub released_until: Option<Time>,
     /// What an operator should do.
     #[serde(default = "unknown")]

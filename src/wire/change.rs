@@ -15,7 +15,7 @@ words!(
     PowerAction { On = "on", Off = "off", Reboot = "reboot" }
 );
 
-/// The machine of a slot, which is being created unless the slot had one.
+/// The machine of a slot. It is being created unless the slot already had one.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -144,7 +144,7 @@ pub struct Resize {
 #[schemars(inline)]
 pub struct HostRequest {
     pub machine_id: Text<MachineId>,
-    /// By the host's clock, unless its release reports none.
+    /// By the host's clock; by the platform's if the host reports no time.
     #[serde(default)]
     pub requested_at: Time,
 }

@@ -7,7 +7,7 @@ use crate::text::{Text, Time, words};
 use svc_machine::id::{MachineId, OperationId};
 
 words!(
-    /// How the platform knows of a snapshot.
+    /// How the platform learned of a snapshot.
     SnapshotSource {
         /// The store's pointer names it.
         Store = "store",

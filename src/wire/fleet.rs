@@ -24,10 +24,10 @@ words!(
 pub struct Fleet {
     pub totals: Totals,
     pub backups: BackupAges,
-    /// The first of the machines that need attention.
+    /// The first machines that need attention; `attentionTotal` counts all.
     #[serde(default)]
     pub attention: Vec<MachineInNeed>,
-    /// The number of all of them.
+    /// Number of all machines that need attention.
     #[serde(default)]
     pub attention_total: u64,
     /// Older platforms omit it.
@@ -36,10 +36,10 @@ pub struct Fleet {
     pub bundle_keys: Option<BundleKeys>,
     /// The open rollout.
     pub rollout: Option<RolloutSummary>,
-    /// The first of the operations that run for too long.
+    /// The first operations that run for too long; `overdueOperationsTotal` counts all.
     #[serde(default)]
     pub overdue_operations: Vec<OverdueOperation>,
-    /// The number of all of them.
+    /// Number of all operations that run for too long.
     #[serde(default)]
     pub overdue_operations_total: u64,
     #[serde(default)]
@@ -88,7 +88,7 @@ pub struct MachineInNeed {
     /// Most severe first.
     #[serde(default)]
     pub reasons: Vec<String>,
-    /// How it left its slot, if it has.
+    /// How the machine left its slot; absent while it holds the slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Text<Ended>")]
     pub ended: Option<Text<Ended>>,
@@ -126,7 +126,7 @@ pub struct BundleKeys {
     pub not_reporting: u64,
     #[serde(default)]
     pub not_reporting_handles: Vec<Text<Handle>>,
-    /// `BUNDLE_KEYS_SEQUENCE`. Older platforms omit it, as the rest.
+    /// `BUNDLE_KEYS_SEQUENCE`. Older platforms omit this field and the following ones.
     #[serde(default)]
     pub sequence: u64,
     pub highest_sequence: Option<u64>,

@@ -57,7 +57,7 @@ pub struct Heartbeat {
     #[serde(default)]
     #[schemars(skip_serializing_if = "Vec::is_empty", schema_with = "proof_kids")]
     pub proof_kids: Vec<String>,
-    /// Absent before the host's updater has written them.
+    /// Absent until the host's updater has written them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<TrustedKeyIds>,
     /// The registration that the platform accepted; a database restored from an older copy may lack it. Absent before
@@ -102,7 +102,7 @@ pub struct HeartbeatResponse {
     /// The keys whose proofs the host must accept.
     #[schemars(with = "ProofKeys")]
     pub proof_keys: Option<ProofKeys>,
-    /// The operation for which the host's writers stay stopped.
+    /// The operation during which the host must keep its writers stopped.
     pub quiesce: Option<Text<OperationId>>,
     /// The request id of the update to `desiredImageVersion`. Present while a rollout wants it.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -128,9 +128,9 @@ pub struct MachinePage {
 pub struct DiscardedMachine {
     #[serde(flatten)]
     pub machine: Machine,
-    /// `null` until the platform has filed it.
+    /// `null` until the platform has created the operation.
     pub operation_id: Option<Text<OperationId>>,
-    /// Whether an earlier request had ordered it.
+    /// Whether an earlier request had already ordered the deletion.
     #[serde(default)]
     pub already_ordered: bool,
 }

@@ -40,7 +40,7 @@ pub struct Operation {
     #[serde(default)]
     pub updated_at: Time,
     pub ended_at: Option<Time>,
-    /// The request that filed it.
+    /// The id of the request that created the operation.
     pub request_id: Option<String>,
     /// Its newest lines, oldest first.
     #[serde(default)]

@@ -56,7 +56,7 @@ pub struct OperatorList {
     pub operators: Vec<Operator>,
 }
 
-/// An operator with a token that has just been issued, as it is stored: without the token.
+/// An operator and the id of a token that has just been issued: the stored part, without the token itself.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -84,6 +84,6 @@ pub struct WhoAmI {
     pub name: String,
     #[serde(default)]
     pub scopes: Vec<Text<Scope>>,
-    /// Of the newest token; `null` for PLATFORM_SECRET.
+    /// Expiry of the newest token; `null` for PLATFORM_SECRET.
     pub expires_at: Option<Time>,
 }

@@ -56,7 +56,7 @@ pub struct Pointer {
     #[serde(default)]
     pub fence_epoch: u64,
     pub fence_machine_id: Option<Text<MachineId>>,
-    /// When an operator accepted that it names no snapshot.
+    /// When an operator accepted a pointer without a snapshot.
     pub emptied_at: Option<Time>,
     pub snapshot: Option<NamedSnapshot>,
 }

@@ -26,8 +26,8 @@ words!(
 );
 
 words!(
-    /// Why a restore at boot failed, where the cause decides what an operator should do. A host puts it into the message
-    /// of its failed boot, because the message passes through the journal and a shell script.
+    /// Why a restore at boot failed, if the cause determines the operator's action. A host puts the code into the
+    /// message of its failed boot, because the report passes through the journal and a shell script as text.
     RestoreFailureCode {
         /// The disk is too small for the database.
         NoSpace = "no_space",
@@ -39,12 +39,12 @@ words!(
 );
 
 impl RestoreFailureCode {
-    /// The form in a message, such as `code no_space`.
+    /// The code as it appears in a message, such as `code no_space`.
     pub fn marker(self) -> String {
         format!("{MARKER}{self}")
     }
 
-    /// The code in a message; `None` if it has none, as those of older hosts.
+    /// The code in a message; `None` if the message has none, as those of older hosts.
     pub fn find(message: &str) -> Option<Self> {
         message.split(MARKER).skip(1).find_map(|rest| {
             let end = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len());

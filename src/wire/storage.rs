@@ -9,14 +9,14 @@ use crate::secret;
 use crate::text::Time;
 use svc_base::clock;
 
-/// The working session, the place of the slot in the store, and the outage session. The request has no body.
+/// The working session, the slot's location in the store, and the outage session. The request has no body.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct StorageCredentials {
     #[serde(flatten)]
     pub session: StoreSession,
     #[serde(flatten)]
-    pub place: StorePlace,
+    pub location: StoreLocation,
     /// Stores snapshots while the platform is unreachable. `null` if the platform grants none; older platforms omit it.
     #[serde(default)]
     pub outage: Option<StoreSession>,
@@ -40,11 +40,11 @@ pub struct StoreSession {
     pub expires_at: Timestamp,
 }
 
-/// The slot's place in the object store. A host has it from its user-data, and ignores it here.
+/// The slot's location in the object store. A host takes it from its user-data, and ignores it here.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(inline)]
-pub struct StorePlace {
+pub struct StoreLocation {
     pub region: String,
     /// `null` for AWS's own endpoint.
     pub endpoint: Option<String>,

@@ -19,7 +19,7 @@ use svc_machine::state::{FailureCause, Status};
 
 /// A string that is written from a `T` and described as one.
 ///
-/// A reader accepts any string: the writer may be of a newer release, which knows more words.
+/// A reader accepts any string, because a writer of a newer release may use further words.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Text<T> {
@@ -49,7 +49,7 @@ impl<T> Text<T> {
         &self.text
     }
 
-    /// Whether the writer has sent it.
+    /// Whether the writer sent the field.
     pub fn is_known(&self) -> bool {
         self.text != UNKNOWN
     }
@@ -62,7 +62,7 @@ impl<T> Text<T> {
     }
 }
 
-/// What a reader has for a field that the writer, an older platform, omits.
+/// The value that a reader uses for a field that an older platform omits.
 pub const UNKNOWN: &str = "unknown";
 
 /// [`UNKNOWN`], for texts without a type.
@@ -70,7 +70,7 @@ pub fn unknown() -> String {
     UNKNOWN.to_owned()
 }
 
-/// [`UNKNOWN`]. Only a reader has it.
+/// [`UNKNOWN`], which only a reader uses.
 impl<T> Default for Text<T> {
     fn default() -> Self {
         Self::stored(UNKNOWN)
@@ -219,7 +219,7 @@ id_form!(AuditId, MachineId, OperationId, OperatorTokenId, RolloutId);
 name_form!(Handle, IdpUserId, ImageVersion, Location, OperatorName, ServerType, Slot);
 word_form!(FailureCause, Plan, RestoreMode, Status);
 
-/// A text that is none of the words of a list.
+/// The error for a text that is not one of the listed words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be {}", listed(.words))]
 pub struct UnknownWord {
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_accepts_words_of_a_newer_release() {
+    fn text_accepts_words_of_a_newer_release() {
         let read: Text<Colour> = serde_json::from_str(r#""ultraviolet""#).unwrap();
         assert_eq!(read.as_str(), "ultraviolet");
         assert!("ultraviolet".parse::<Colour>().is_err());

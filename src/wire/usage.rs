@@ -9,7 +9,7 @@ use crate::text::Text;
 /// 2^53, up to which a double represents every whole number.
 const MAX_WHOLE_AMOUNT: f64 = 9_007_199_254_740_992.0;
 
-/// The sums of all dispatches, and of each group.
+/// The totals of all dispatches, and of each group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -25,18 +25,18 @@ pub struct UsageReport {
     pub entries: Vec<UsageEntry>,
 }
 
-/// The sums of a group.
+/// The totals of a group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct UsageEntry {
     /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch.
     pub date: Text<Date>,
-    /// Only of a report by model.
+    /// Present only in a report by model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub model: Option<String>,
-    /// Only of a report by user.
+    /// Present only in a report by user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub user_id: Option<String>,

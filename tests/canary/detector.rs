@@ -1,4 +1,4 @@
-//! Finds planted secrets, and anything that has the shape of a secret.
+//! Finds registered secrets, and any text that looks like a secret.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD as B64URL
 /// Shorter secrets would match by accident.
 const MIN_SECRET_BYTES: usize = 12;
 
-/// The only places in which a secret is allowed, with the reason.
+/// The only places where a secret may appear, with the reason.
 pub const ALLOWED: [(&str, &str, &str); 1] =
     [("value of a row", "table of svc-", "the owner's rows are in the database of the owner's host")];
 
@@ -29,7 +29,7 @@ pub struct Leak {
 }
 
 impl Detector {
-    pub fn plant(&mut self, name: impl Into<String>, value: &str) {
+    pub fn register(&mut self, name: impl Into<String>, value: &str) {
         let name = name.into();
         assert!(value.len() >= MIN_SECRET_BYTES, "{name} is too short to search for");
         let json = value.replace('/', "\\/");
@@ -51,7 +51,7 @@ impl Detector {
         self.forms.keys().map(String::as_str)
     }
 
-    /// Finds planted secrets in all encodings, and text with the shape of a secret.
+    /// Finds registered secrets in all encodings, and text that looks like a secret.
     pub fn scan(&self, place: &str, text: &str) -> Vec<Leak> {
         let mut leaks = Vec::new();
         for (name, forms) in &self.forms {
@@ -69,9 +69,9 @@ impl Detector {
 /// Finds signed JWTs, tokens of hosts, private keys, password verifiers, and URLs with a password.
 fn find_shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
     let mut found = Vec::new();
-    let in_token = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let is_token_char = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     for (at, _) in text.match_indices("eyJ") {
-        let token: &str = text[at..].split(|c| !in_token(c)).next().unwrap_or_default();
+        let token: &str = text[at..].split(|c| !is_token_char(c)).next().unwrap_or_default();
         let parts: Vec<&str> = token.split('.').collect();
         if parts.len() == 3 && parts[1].starts_with("eyJ") && parts[2].len() >= 32 {
             found.push(("a JWT", at, token.len()));
@@ -79,14 +79,14 @@ fn find_shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
     }
     for (start, name) in [("svcr_", "a registration token"), ("svcu_", "an upgrade token")] {
         for (at, _) in text.match_indices(start) {
-            let token = text[at..].split(|c| !in_token(c)).next().unwrap_or_default();
+            let token = text[at..].split(|c| !is_token_char(c)).next().unwrap_or_default();
             if token.len() >= 40 {
                 found.push((name, at, token.len()));
             }
         }
     }
     found.extend(text.find("PRIVATE KEY-----").map(|at| ("a private key", at, 16)));
-    found.extend(text.find("SCRAM-SHA-256$").map(|at| ("the verifier of a password", at, 100)));
+    found.extend(text.find("SCRAM-SHA-256$").map(|at| ("a password verifier", at, 100)));
     for (at, scheme) in text.match_indices("postgres://") {
         let rest = &text[at + scheme.len()..];
         let user = rest.split(['/', ' ', '"', '\n']).next().unwrap_or_default();
@@ -114,17 +114,17 @@ fn url_encoded(value: &str) -> String {
 #[test]
 fn detector_finds_secret_in_every_encoding() {
     let mut detector = Detector::default();
-    let secret = "a/planted+secret==";
-    detector.plant("planted", secret);
+    let secret = "a/known+secret==";
+    detector.register("registered", secret);
     for text in [
         format!("x {secret} y"),
         format!("\\x{}", hex::encode(secret)),
         B64.encode(secret),
-        "a%2Fplanted%2Bsecret%3D%3D".to_owned(),
+        "a%2Fknown%2Bsecret%3D%3D".to_owned(),
     ] {
-        let seen = detector.scan("log", &text);
-        assert!(seen.iter().any(|leak| leak.secret == "planted"), "{text}");
-        assert!(!format!("{seen:?}").contains(secret), "the leak exposes the secret");
+        let leaks = detector.scan("log", &text);
+        assert!(leaks.iter().any(|leak| leak.secret == "registered"), "{text}");
+        assert!(!format!("{leaks:?}").contains(secret), "the leak exposes the secret");
     }
     let jwt = format!("eyJhbGciOiJFZERTQSJ9.eyJzdWIiOiJ1c2VyIn0.{}", "s".repeat(86));
     let token = format!("svcu_{}", "a".repeat(60));

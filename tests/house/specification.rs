@@ -1,7 +1,7 @@
 //! `docs/specification.md`: a row for each item of the specification, with code and tests that exist.
 //!
-//! The specification is not part of the repository, so its items are listed here. An item that no test covers is in
-//! `UNTESTED` until the page has its row.
+//! The specification is not part of the repository, so its items are listed here. An item without a test is in
+//! `UNTESTED` until the page has a row for it.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::{File, at, documented};
 
 const PAGE: &str = "docs/specification.md";
 
-/// The items that have a row: a sentence, a part of one, or a row of a table.
+/// The items that have a row: a sentence, a part of a sentence, or a row of a table.
 const ITEMS: [&str; 178] = [
     "1.1",
     "1.2 slots",
@@ -191,7 +191,7 @@ const ITEMS: [&str; 178] = [
     "Not restored / failed backup",
 ];
 
-/// The items whose code or test is missing. They have no row.
+/// The items without code or a test, which have no row.
 const UNTESTED: [&str; 25] = [
     "1.3 integrations",
     "1.4 hourly backups",
@@ -220,7 +220,7 @@ const UNTESTED: [&str; 25] = [
     "Not restored / process state",
 ];
 
-/// Rows without code or a test, and items without exactly one row.
+/// Finds rows without code or a test, and items without exactly one row.
 pub fn untraced(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let page = files.iter().find(|file| file.path == PAGE).map_or("", |file| &file.text);
     let mut found = Vec::new();
@@ -236,7 +236,7 @@ pub fn untraced(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
             continue;
         };
         if !quoted(code).any(|text| text.contains('/') && exists(text)) {
-            found.push(at(PAGE, number + 1, format!("{item} names no file of the code")));
+            found.push(at(PAGE, number + 1, format!("{item} names no code file that exists")));
         }
         let is_test =
             |text: &str| documented::is_test(files, text) || (text.ends_with(".test.mjs") && exists(text));
@@ -248,12 +248,12 @@ pub fn untraced(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
     for item in ITEMS {
         let count = rows.remove(item).unwrap_or(0);
         if count != 1 {
-            found.push(format!("{PAGE} has {count} rows of {item}"));
+            found.push(format!("{PAGE} has {count} rows for {item}"));
         }
     }
     for item in rows.keys() {
         let why = if UNTESTED.contains(item) { "move it from UNTESTED to ITEMS" } else { "no such item" };
-        found.push(format!("{PAGE} has a row of {item}: {why}"));
+        found.push(format!("{PAGE} has a row for {item}: {why}"));
     }
     found
 }
@@ -268,12 +268,12 @@ mod tests {
 
     const TEST: &str = "`a::b::c_d`";
 
-    /// A complete page, in which `change` replaces the row of the first item.
-    fn violations(change: &str) -> Vec<String> {
+    /// The violations of a complete page in which `replacement` replaces the row of the first item.
+    fn violations(replacement: &str) -> Vec<String> {
         let row = |item: &str| format!("| **{item}** Words | `src/a.rs` (`f`) | {TEST} |\n");
         let rest: String = ITEMS[1..].iter().map(|item| row(item)).collect();
         let page =
-            File::sample(PAGE, &format!("| sentence | code | test |\n|---|---|---|\n{change}\n{rest}"));
+            File::sample(PAGE, &format!("| sentence | code | test |\n|---|---|---|\n{replacement}\n{rest}"));
         let test = File::sample("tests/a/b.rs", "fn c_d() {}");
         untraced(&[page, test], |path| path == "src/a.rs" || path == "tests/browser/x.test.mjs")
     }
@@ -291,8 +291,8 @@ mod tests {
     fn incomplete_row_is_detected() {
         let first = ITEMS[0];
         for (row, part) in [
-            (format!("| **{first}** Words | `src/b.rs` | {TEST} |"), "names no file"),
-            (format!("| **{first}** Words | `f` | {TEST} |"), "names no file"),
+            (format!("| **{first}** Words | `src/b.rs` | {TEST} |"), "names no code file"),
+            (format!("| **{first}** Words | `f` | {TEST} |"), "names no code file"),
             (format!("| **{first}** Words | `src/a.rs` | `a::b::e` |"), "a::b::e"),
             (format!("| **{first}** Words | `src/a.rs` | {TEST}, `a::b::e` |"), "a::b::e"),
             (format!("| **{first}** Words | `src/a.rs` | none |"), "needs tests that exist"),
@@ -304,12 +304,12 @@ mod tests {
     }
 
     #[test]
-    fn missing_double_and_unknown_items_are_detected() {
+    fn missing_duplicate_and_unknown_items_are_detected() {
         let row = |item: &str| format!("| **{item}** Words | `src/a.rs` | {TEST} |");
         let first = ITEMS[0];
         for (rows, part) in [
-            (String::new(), "has 0 rows of"),
-            (format!("{}\n{}", row(first), row(first)), "has 2 rows of"),
+            (String::new(), "has 0 rows for"),
+            (format!("{}\n{}", row(first), row(first)), "has 2 rows for"),
             (format!("{}\n{}", row(first), row("99.9")), "no such item"),
             (format!("{}\n{}", row(first), row(UNTESTED[0])), "UNTESTED"),
         ] {

@@ -1,11 +1,17 @@
-//! POST `/vps/:id/boot-stage`: the progress of a boot, which changes no state.
+//! POST `/vps/:id/boot-stage` reports the progress of a boot, and changes no state.
 
 use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::stack::{ApiResponse, Guest, Process, Stack};
 
-async fn at(stack: &Stack, process: &Process, guest: &Guest, token: &str, body: &Value) -> ApiResponse {
+async fn post_stage(
+    stack: &Stack,
+    process: &Process,
+    guest: &Guest,
+    token: &str,
+    body: &Value,
+) -> ApiResponse {
     let request = stack.request(process, Method::POST, &format!("/vps/{}/boot-stage", guest.machine));
     stack.send(request.bearer_auth(token).json(body)).await
 }
@@ -21,7 +27,7 @@ async fn boot_stages_appear_in_order_in_the_record() {
     assert_eq!(record().await.body["boot"], Value::Null);
     for stage in ["bundle", "database", "restore"] {
         let response =
-            at(&stack, &process, &guest, &guest.registration_token, &json!({"stage": stage})).await;
+            post_stage(&stack, &process, &guest, &guest.registration_token, &json!({"stage": stage})).await;
         assert_eq!((response.status, response.text.as_str()), (204, ""));
     }
     let now = record().await.body;
@@ -33,7 +39,7 @@ async fn boot_stages_appear_in_order_in_the_record() {
     // The token is still unused.
     assert_eq!(stack.register(&process, &guest).await.status, 200);
     for _ in 0..30 {
-        at(&stack, &process, &guest, &guest.registration_token, &json!({"stage": "register"})).await;
+        post_stage(&stack, &process, &guest, &guest.registration_token, &json!({"stage": "register"})).await;
     }
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
@@ -46,12 +52,12 @@ async fn host_cannot_register_before_its_server_is_recorded() {
     let provisioned = stack.provision(&process, "user_1").await;
     let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let client = stack.database.connect().await.unwrap();
-    let unnoted = "UPDATE user_machines SET provider_server_id = NULL, registration_expires_at = NULL";
-    client.execute(unnoted, &[]).await.unwrap();
+    let forget_server = "UPDATE user_machines SET provider_server_id = NULL, registration_expires_at = NULL";
+    client.execute(forget_server, &[]).await.unwrap();
     let progress = json!({"stage": "restore", "progress": {"bytes": 10, "totalBytes": 100}});
-    assert_eq!(at(&stack, &process, &guest, &guest.registration_token, &progress).await.status, 204);
-    let expires = "SELECT registration_expires_at IS NULL, boot_progress IS NOT NULL FROM user_machines";
-    let row = client.query_one(expires, &[]).await.unwrap();
+    assert_eq!(post_stage(&stack, &process, &guest, &guest.registration_token, &progress).await.status, 204);
+    let recorded = "SELECT registration_expires_at IS NULL, boot_progress IS NOT NULL FROM user_machines";
+    let row = client.query_one(recorded, &[]).await.unwrap();
     assert_eq!((row.get(0), row.get(1)), (true, true));
     stack.register(&process, &guest).await.assert_problem(503, "unavailable");
 }
@@ -65,18 +71,18 @@ async fn boot_stage_requires_the_machine_token_and_a_known_stage() {
     let provisioned = stack.provision(&process, "user_2").await;
     let other = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let stage = json!({"stage": "bundle"});
-    let refused = at(&stack, &process, &guest, &other.registration_token, &stage).await;
+    let refused = post_stage(&stack, &process, &guest, &other.registration_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
-    let refused = at(&stack, &process, &guest, &guest.upgrade_token, &stage).await;
+    let refused = post_stage(&stack, &process, &guest, &guest.upgrade_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
     // A newer host may send more fields.
     let more = json!({"stage": "bundle", "message": "x"});
-    assert_eq!(at(&stack, &process, &guest, &guest.registration_token, &more).await.status, 204);
-    for wrong in [json!({"stage": "tea"}), json!({})] {
-        let refused = at(&stack, &process, &guest, &guest.registration_token, &wrong).await;
+    assert_eq!(post_stage(&stack, &process, &guest, &guest.registration_token, &more).await.status, 204);
+    for invalid in [json!({"stage": "tea"}), json!({})] {
+        let refused = post_stage(&stack, &process, &guest, &guest.registration_token, &invalid).await;
         refused.assert_problem(400, "invalid_request");
     }
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    let refused = at(&stack, &process, &guest, &guest.registration_token, &stage).await;
+    let refused = post_stage(&stack, &process, &guest, &guest.registration_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
 }

@@ -27,7 +27,7 @@ struct PlannedRequest {
     accepts: AcceptedLoss,
 }
 
-/// The data that an operator gives up by a request.
+/// The data whose loss an operator accepts with a request.
 #[derive(Debug, Clone)]
 enum AcceptedLoss {
     Nothing,
@@ -36,13 +36,13 @@ enum AcceptedLoss {
 }
 
 impl PlannedRequest {
-    fn accepting(self, does: bool, accepts: AcceptedLoss) -> Self {
-        if does { Self { accepts, ..self } } else { self }
+    fn accepting(self, accept_loss: bool, accepts: AcceptedLoss) -> Self {
+        if accept_loss { Self { accepts, ..self } } else { self }
     }
 }
 
 impl World<'_> {
-    /// Performs one step, and waits for its response as long as the step allows.
+    /// Performs one step, and waits for its response for as long as the step allows.
     pub async fn act(&mut self, step: &Step) -> Result<()> {
         match &step.action {
             Action::BackUp { host, stops_after } => {
@@ -101,11 +101,11 @@ impl World<'_> {
             _ => {
                 if let Action::Register { host, .. } = &step.action
                     && let Some(host) = self.host(*host)
-                    && !self.boots(&host).await
+                    && !self.boot(&host).await
                 {
                     return Ok(());
                 }
-                if let Some(planned) = self.planned(step) {
+                if let Some(planned) = self.plan_request(step) {
                     self.send_planned(planned, step).await;
                 }
             }
@@ -119,8 +119,8 @@ impl World<'_> {
         (!hosts.is_empty()).then(|| hosts[hosts.len() - 1 - nth % hosts.len()].clone())
     }
 
-    /// Whether the host has its slot's data, which it restores before it registers.
-    async fn boots(&self, host: &Host) -> bool {
+    /// Boots the host, which restores its slot's data before it registers. Returns whether it succeeded.
+    async fn boot(&self, host: &Host) -> bool {
         let booted = host.boot(&self.store, &self.rows).await;
         if !matches!(booted, Ok(true)) {
             self.ledger.note(format!("{} does not boot: {booted:?}", host.server));
@@ -128,14 +128,14 @@ impl World<'_> {
         booted.unwrap_or(false)
     }
 
-    /// Through the router: the machine runs, and its server is on, both when the row is written and when it is
-    /// acknowledged.
+    /// Writes a row as through the router, which needs a running machine with a powered-on server: both when the row is
+    /// written and when it is acknowledged.
     async fn write(&self, host: &Host) -> Result<()> {
-        if !self.serves(&host.machine).await? {
+        if !self.is_serving(&host.machine).await? {
             return Ok(());
         }
         let Some(row) = self.rows.write(&host.machine) else { return Ok(()) };
-        if self.serves(&host.machine).await? {
+        if self.is_serving(&host.machine).await? {
             self.ledger.note(format!("{} has row {row}", host.server));
         } else {
             self.rows.unacknowledge(row);
@@ -143,7 +143,7 @@ impl World<'_> {
         Ok(())
     }
 
-    async fn serves(&self, machine: &str) -> Result<bool> {
+    async fn is_serving(&self, machine: &str) -> Result<bool> {
         let database_state = DatabaseState::at(&self.database.client).await?;
         Ok(database_state.machine(machine).is_some_and(MachineSeen::is_running)
             && self.provider.on().iter().any(|on| on == machine))
@@ -154,9 +154,9 @@ impl World<'_> {
         (!known.is_empty()).then(|| known[known.len() - 1 - nth % known.len()].clone())
     }
 
-    fn planned(&mut self, step: &Step) -> Option<PlannedRequest> {
+    fn plan_request(&mut self, step: &Step) -> Option<PlannedRequest> {
         let operator = |what, method, path: String, body: Option<Value>| {
-            // A key always carries the same request.
+            // A key is always sent with the same request.
             let key = step.key.map(|key| format!("{what} {path} {} {key}", body.clone().unwrap_or_default()));
             PlannedRequest {
                 what,
@@ -262,12 +262,12 @@ impl World<'_> {
 
     async fn send_planned(&mut self, planned: PlannedRequest, step: &Step) {
         let copies = if step.twice { 2 } else { 1 };
-        let gives_up = self.prefix_given_up(&planned.accepts).await;
+        let lost_prefix = self.prefix_of_accepted_loss(&planned.accepts).await;
         for copy in 0..copies {
             let via = (step.via + copy) % PROCESSES;
             let process = Arc::clone(&self.processes[via]);
             let (ledger, planned) = (self.ledger.clone(), planned.clone());
-            let accepting = gives_up.clone().map(|prefix| self.rows.accept(prefix));
+            let accepting = lost_prefix.clone().map(|prefix| self.rows.accept(prefix));
             self.tally.requests += 1;
             self.under_way.spawn(async move {
                 send(&process, via, &ledger, &planned).await;
@@ -278,8 +278,8 @@ impl World<'_> {
         let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.wait_for_requests()).await;
     }
 
-    /// The slot whose data a request gives up.
-    async fn prefix_given_up(&self, accepts: &AcceptedLoss) -> Option<String> {
+    /// The prefix of the slot whose loss a request accepts.
+    async fn prefix_of_accepted_loss(&self, accepts: &AcceptedLoss) -> Option<String> {
         match accepts {
             AcceptedLoss::Nothing => None,
             AcceptedLoss::OfSlot(prefix) => Some(prefix.clone()),
@@ -295,7 +295,7 @@ impl World<'_> {
         while self.under_way.join_next().await.is_some() {}
     }
 
-    /// A heartbeat through the first live process, starting with `via`; returns the response.
+    /// Sends a heartbeat through process `via`; returns its response.
     pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<ApiResponse> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade.clone().into();
@@ -305,9 +305,9 @@ impl World<'_> {
         send(&self.processes[via], via, &self.ledger, &planned).await
     }
 
-    /// The host registers with its own key.
+    /// Boots the host and registers it with its own key.
     pub async fn register(&self, host: &Host, via: usize) -> Option<ApiResponse> {
-        if !self.boots(host).await {
+        if !self.boot(host).await {
             return None;
         }
         self.ledger.record_attempt(&host.machine);
@@ -318,7 +318,7 @@ impl World<'_> {
         send(&self.processes[via], via, &self.ledger, &planned).await
     }
 
-    /// An operator rebuilds a broken pointer.
+    /// Rebuilds a broken pointer, as an operator.
     async fn rebuild(&self, prefix: &str) {
         let (user, slot) = prefix.split_once('/').expect("a slot's prefix");
         let body = Some(json!({"idpUserId": user, "slot": slot}));
@@ -328,13 +328,13 @@ impl World<'_> {
         send(&self.processes[0], 0, &self.ledger, &planned).await;
     }
 
-    /// An operator answers an operation's question: every second one accepts the loss.
-    async fn decide(&self, operation: &str, machine: &str, database_state: &DatabaseState) {
-        let goes_ahead = operation.bytes().last().is_some_and(|last| last % 2 == 0);
+    /// Answers an operation's question, as an operator: the loss is accepted for every second operation.
+    async fn answer_question(&self, operation: &str, machine: &str, database_state: &DatabaseState) {
+        let accepts_loss = operation.bytes().last().is_some_and(|last| last % 2 == 0);
         let (what, body) =
-            if goes_ahead { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
+            if accepts_loss { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
         let accepting =
-            database_state.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
+            database_state.machine(machine).filter(|_| accepts_loss).map(|it| self.rows.accept(it.prefix()));
         let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation}/{what}"));
         let (key, accepts) = (None, AcceptedLoss::Nothing);
         let planned = PlannedRequest { what, method: "POST", path, token, body, key, accepts };
@@ -342,12 +342,12 @@ impl World<'_> {
         drop(accepting);
     }
 
-    /// Waits for a limited time, or until every operation only waits for a host.
+    /// Waits until every operation only waits for a host, but no longer than a limit.
     async fn rest(&mut self) -> Result<()> {
         for _ in 0..20 {
             let database_state = DatabaseState::at(&self.database.client).await?;
-            let busy = |step: &str| !matches!(step, "await_registration" | "await_health");
-            if !database_state.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
+            let is_busy = |step: &str| !matches!(step, "await_registration" | "await_health");
+            if !database_state.operations.iter().any(|it| it.state == "running" && is_busy(&it.step)) {
                 return Ok(());
             }
             self.nudge();
@@ -360,8 +360,7 @@ impl World<'_> {
         self.processes.iter().for_each(|process| process.nudge());
     }
 
-    /// Ends the faults, restarts every process, and advances the time, until nothing remains to do or the limit is
-    /// reached.
+    /// Ends the faults, restarts every process, and advances the time until no work remains or the limit is reached.
     pub async fn settle(&mut self) -> Result<()> {
         self.provider.heal();
         self.store.heal();
@@ -376,19 +375,19 @@ impl World<'_> {
             self.rebuild(&prefix).await;
         }
         let mut quiet_rounds = 0;
-        // With a broken rule it may never settle.
+        // With a deliberately broken rule, the platform may never settle.
         let rounds = if self.broken.is_some() { 100 } else { 400 };
         for round in 0..rounds {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;
             let database_state = DatabaseState::at(&self.database.client).await?;
             let live = self.provider.live();
-            let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
+            let has_lost_server = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
             let under_way = database_state.operations.iter().any(|it| it.state == "running");
-            let quiet = !under_way
+            let is_quiet = !under_way
                 && !has_leftovers(&database_state, &live, &self.ledger)
-                && !database_state.machines.iter().any(bare);
-            if quiet {
+                && !database_state.machines.iter().any(has_lost_server);
+            if is_quiet {
                 quiet_rounds += 1;
                 if quiet_rounds == 2 {
                     return Ok(());
@@ -399,9 +398,9 @@ impl World<'_> {
             for operation in
                 database_state.operations.iter().filter(|it| it.question.is_some() && it.state == "running")
             {
-                self.decide(&operation.operation_id, &operation.machine_id, &database_state).await;
+                self.answer_question(&operation.operation_id, &operation.machine_id, &database_state).await;
             }
-            // Booting hosts register, resized hosts report healthy; for the others their deadline passes.
+            // Booting hosts register, and resized hosts report healthy; the deadlines of the others pass.
             for host in self.hosts().to_vec() {
                 let Some(machine) =
                     database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))

@@ -11,7 +11,7 @@ use svc_wire::change::{
 use svc_wire::copies::{NewerSnapshot, SnapshotSource};
 use svc_wire::text::Text;
 
-/// What the platform has accepted: the fields of its response that are shown.
+/// An accepted change: the fields of the platform's response that are shown.
 #[derive(Debug, Default)]
 pub struct Accepted {
     pub machine_id: String,
@@ -28,80 +28,80 @@ pub struct Accepted {
 }
 
 impl From<ProvisionedMachine> for Accepted {
-    fn from(it: ProvisionedMachine) -> Self {
+    fn from(machine: ProvisionedMachine) -> Self {
         Self {
-            machine_id: it.machine_id.into(),
-            operation_id: it.operation_id.map(Into::into),
-            status: it.status.into(),
+            machine_id: machine.machine_id.into(),
+            operation_id: machine.operation_id.map(Into::into),
+            status: machine.status.into(),
             ..Self::default()
         }
     }
 }
 
 impl From<RecoveredMachine> for Accepted {
-    fn from(it: RecoveredMachine) -> Self {
+    fn from(machine: RecoveredMachine) -> Self {
         Self {
-            machine_id: it.machine_id.into(),
-            operation_id: Some(it.operation_id.into()),
-            status: it.status.into(),
-            old_machine_id: Some(it.old_machine_id.into()),
-            newer_snapshot: it.newer_snapshot,
+            machine_id: machine.machine_id.into(),
+            operation_id: Some(machine.operation_id.into()),
+            status: machine.status.into(),
+            old_machine_id: Some(machine.old_machine_id.into()),
+            newer_snapshot: machine.newer_snapshot,
             ..Self::default()
         }
     }
 }
 
 impl From<DeletedMachine> for Accepted {
-    fn from(it: DeletedMachine) -> Self {
+    fn from(machine: DeletedMachine) -> Self {
         Self {
-            machine_id: it.machine_id.to_string(),
-            operation_id: it.operation_id.as_deref().map(str::to_owned),
-            status: it.status.to_string(),
-            also_deleted: it.also_deleted.clone(),
-            deletion: Some(it),
+            machine_id: machine.machine_id.to_string(),
+            operation_id: machine.operation_id.as_deref().map(str::to_owned),
+            status: machine.status.to_string(),
+            also_deleted: machine.also_deleted.clone(),
+            deletion: Some(machine),
             ..Self::default()
         }
     }
 }
 
 impl From<UndeletedMachine> for Accepted {
-    fn from(it: UndeletedMachine) -> Self {
+    fn from(machine: UndeletedMachine) -> Self {
         Self {
-            machine_id: it.machine_id.into(),
-            operation_id: Some(it.operation_id.into()),
-            status: it.status.into(),
-            already_undone: Some(it.already_undone),
+            machine_id: machine.machine_id.into(),
+            operation_id: Some(machine.operation_id.into()),
+            status: machine.status.into(),
+            already_undone: Some(machine.already_undone),
             ..Self::default()
         }
     }
 }
 
 impl From<PowerChange> for Accepted {
-    fn from(it: PowerChange) -> Self {
+    fn from(change: PowerChange) -> Self {
         Self {
-            machine_id: it.machine_id.into(),
-            operation_id: it.operation_id.map(Into::into),
-            status: it.status.into(),
-            power: Some(it.action),
+            machine_id: change.machine_id.into(),
+            operation_id: change.operation_id.map(Into::into),
+            status: change.status.into(),
+            power: Some(change.action),
             ..Self::default()
         }
     }
 }
 
 impl From<Resize> for Accepted {
-    fn from(it: Resize) -> Self {
+    fn from(resize: Resize) -> Self {
         Self {
-            machine_id: it.machine_id.into(),
-            operation_id: it.operation_id.map(Into::into),
-            status: it.status.into(),
-            server_type: Some(it.server_type.into()),
+            machine_id: resize.machine_id.into(),
+            operation_id: resize.operation_id.map(Into::into),
+            status: resize.status.into(),
+            server_type: Some(resize.server_type.into()),
             ..Self::default()
         }
     }
 }
 
 impl Accepted {
-    /// The note that a repeated command changed nothing, or that a recovery has a newer snapshot.
+    /// A note if a repeated command changed nothing, or if there is a newer snapshot than a recovery restores.
     pub fn note(&self) -> Option<String> {
         if self.already_undone == Some(true) {
             return Some("the deletion had already been undone; nothing was changed".to_owned());
@@ -116,7 +116,7 @@ impl Accepted {
         self.is_off_already().then(|| "it had already been powered off; nothing was changed".to_owned())
     }
 
-    /// Whether a power-off found it already off.
+    /// Whether the server was off before the power-off.
     pub fn is_off_already(&self) -> bool {
         self.power.as_ref().is_some_and(|action| action.is(PowerAction::Off)) && self.operation_id.is_none()
     }
@@ -138,21 +138,21 @@ impl Accepted {
     }
 }
 
-pub fn show(view: &View, a: &Accepted) -> String {
-    let deletion = a.deletion.as_ref();
+pub fn show(view: &View, accepted: &Accepted) -> String {
+    let deletion = accepted.deletion.as_ref();
     table::pairs(
         view,
         &[
             ("slot", deletion.map(slot).unwrap_or_default().into()),
-            ("machine", a.machine_id.clone().into()),
-            ("with it", a.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
-            ("replaces", text(a.old_machine_id.as_ref()).into()),
-            ("type", text(a.server_type.as_ref()).into()),
-            ("status", Cell::state(a.status_word())),
-            ("operation", text(a.operation_id.as_ref()).into()),
+            ("machine", accepted.machine_id.clone().into()),
+            ("with it", accepted.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
+            ("replaces", text(accepted.old_machine_id.as_ref()).into()),
+            ("type", text(accepted.server_type.as_ref()).into()),
+            ("status", Cell::state(accepted.status_word())),
+            ("operation", text(accepted.operation_id.as_ref()).into()),
             ("snapshot", deletion.map(|deletion| newest_snapshot(view, deletion)).unwrap_or_default().into()),
-            ("undo", undo(view, a).into()),
-            ("note", a.note().unwrap_or_default().into()),
+            ("undo", undo(view, accepted).into()),
+            ("note", accepted.note().unwrap_or_default().into()),
         ],
     )
 }
@@ -169,13 +169,13 @@ fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
     newest + &problem
 }
 
-/// `ada, slot primary of user_1`; empty if an older platform does not name it.
+/// `ada, slot primary of user_1`; empty if an older platform omits the slot.
 fn slot(deletion: &DeletedMachine) -> String {
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
     if handle.is_known() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }
 }
 
-/// The fate of the machine that was to be replaced.
+/// Describes the machine that was deleted with its intended replacement.
 fn also_deleted(also: &AlsoDeleted) -> String {
     format!(
         "machine {}, which was to be replaced: operation {} takes its final backup, then its server is powered off and \
@@ -185,13 +185,13 @@ fn also_deleted(also: &AlsoDeleted) -> String {
 }
 
 /// The command that undoes the accepted request.
-fn undo(view: &View, a: &Accepted) -> String {
-    if let Some(also) = &a.also_deleted {
+fn undo(view: &View, accepted: &Accepted) -> String {
+    if let Some(also) = &accepted.also_deleted {
         let until = also.undeletable_until.as_deref();
         let until = until.map(|until| format!(" until {}", when(view.now, until))).unwrap_or_default();
         return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
     }
-    match (&a.deletion, &a.old_machine_id, &a.operation_id) {
+    match (&accepted.deletion, &accepted.old_machine_id, &accepted.operation_id) {
         (Some(deletion), _, operation) => undo_of_deletion(view, deletion, operation.as_deref()),
         (None, Some(_), Some(operation)) => {
             format!("`svcctl operation abandon {operation}` until the new machine has registered")

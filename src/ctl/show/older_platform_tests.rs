@@ -1,8 +1,8 @@
 //! Older platforms omit fields that were added later: every view shows the rest of a response.
 //!
-//! The examples are what the platform writes, with every field of the schema. Each test removes one field after the
-//! other. A field is essential if the view is meaningless without it: it identifies what is shown, or is its state, or
-//! is the figure that the view is about. The essential fields are listed beside each example.
+//! Each example is a response of the current platform with every field of the schema, and each test removes one field
+//! at a time. A field is essential if the view is meaningless without it: an identifier, a state, or the figure that
+//! the view is about. Each example lists its essential fields.
 
 use std::collections::BTreeSet;
 
@@ -33,7 +33,7 @@ use svc_wire::usage::UsageReport;
 const ID: &str = "019a0000-0000-7000-8000-000000000001";
 const AT: &str = "2026-11-21T11:05:00.000Z";
 
-const OF_MACHINE: &[&str] = &[
+const MACHINE_FIELDS: &[&str] = &[
     "/machineId",
     "/status",
     "/failure/cause",
@@ -49,18 +49,18 @@ const OF_MACHINE: &[&str] = &[
     "/health/disk/totalBytes",
     "/health/disk/freeBytes",
 ];
-const OF_OPERATION: &[&str] = &["/operationId", "/machineId", "/state", "/question/code"];
-const OF_COPIES: &[&str] = &[
+const OPERATION_FIELDS: &[&str] = &["/operationId", "/machineId", "/state", "/question/code"];
+const COPIES_FIELDS: &[&str] = &[
     "/live/machineId",
     "/kept/0/machineId",
     "/newestSnapshot/takenAt",
     "/newerSnapshot/key",
     "/unrestoredSnapshot/key",
 ];
-const OF_ROLLOUT: &[&str] = &["/rolloutId", "/state"];
-const OF_POINTER: &[&str] = &["/seq", "/snapshot/key"];
-const OF_OPERATOR: &[&str] = &["/name", "/state"];
-const OF_CHANGE: &[&str] = &["/machineId", "/status"];
+const ROLLOUT_FIELDS: &[&str] = &["/rolloutId", "/state"];
+const POINTER_FIELDS: &[&str] = &["/seq", "/snapshot/key"];
+const OPERATOR_FIELDS: &[&str] = &["/name", "/state"];
+const CHANGE_FIELDS: &[&str] = &["/machineId", "/status"];
 
 /// An example with the paths of its essential fields.
 struct Example {
@@ -73,37 +73,37 @@ impl Example {
         Self { document, essential: Vec::new() }
     }
 
-    fn needs(self, paths: &[&str]) -> Self {
-        self.needs_within("", paths)
+    fn essential(self, paths: &[&str]) -> Self {
+        self.essential_within("", paths)
     }
 
-    fn needs_within(mut self, prefix: &str, paths: &[&str]) -> Self {
+    fn essential_within(mut self, prefix: &str, paths: &[&str]) -> Self {
         self.essential.extend(paths.iter().map(|path| format!("{prefix}{path}")));
         self
     }
 
-    /// Checks that `show` shows it without any one field that is not essential.
+    /// Checks that `show` still shows the example when any single field is missing, unless the field is essential.
     #[track_caller]
     fn assert_shown<T: DeserializeOwned + Serialize>(self, schema: &Value, show: impl Fn(T) -> String) {
         let Self { document, essential } = self;
         let read = serde_json::from_value::<T>(document.clone()).unwrap();
-        assert_eq!(json!(read), document, "the example is what the platform writes");
+        assert_eq!(json!(read), document, "the example must be what the platform writes");
         assert_complete(schema, &document, "");
         let essential: BTreeSet<String> = essential.into_iter().collect();
-        let mut unseen = essential.clone();
+        let mut unchecked = essential.clone();
         for path in members(&document, "") {
             let (parent, name) = path.rsplit_once('/').unwrap();
             let mut older = document.clone();
             older.pointer_mut(parent).unwrap().as_object_mut().unwrap().shift_remove(name);
             let read = serde_json::from_value::<T>(older);
-            if unseen.remove(&path) {
+            if unchecked.remove(&path) {
                 assert!(read.is_err(), "{path} can be omitted, so it is not essential");
             } else {
                 let shown = show(read.unwrap_or_else(|error| panic!("without {path}: {error}")));
                 assert!(!shown.trim().is_empty(), "without {path}");
             }
         }
-        assert!(unseen.is_empty(), "{unseen:?} are not in the example");
+        assert!(unchecked.is_empty(), "{unchecked:?} are not in the example");
     }
 }
 
@@ -200,7 +200,7 @@ fn copies() -> Value {
     })
 }
 
-fn with(mut document: Value, more: Value) -> Value {
+fn merged(mut document: Value, more: Value) -> Value {
     let Value::Object(more) = more else { panic!("an object") };
     document.as_object_mut().unwrap().extend(more);
     document
@@ -234,25 +234,25 @@ fn pointer() -> Value {
 
 #[test]
 fn machines_of_older_platforms_are_shown() {
-    let detail = with(machine(), json!({"operations": [operation()], "copies": copies()}));
+    let detail = merged(machine(), json!({"operations": [operation()], "copies": copies()}));
     Example::new(detail)
-        .needs(OF_MACHINE)
-        .needs_within("/operations/0", OF_OPERATION)
-        .needs_within("/copies", OF_COPIES)
+        .essential(MACHINE_FIELDS)
+        .essential_within("/operations/0", OPERATION_FIELDS)
+        .essential_within("/copies", COPIES_FIELDS)
         .assert_shown(&schema_of::<MachineDetail>(), |it: MachineDetail| {
             machine::details(&plain(), &it) + &machine::data_at_risk(&plain(), &it)
         });
     Example::new(json!({"machines": [machine()], "nextCursor": "c"}))
-        .needs(&["/machines"])
-        .needs_within("/machines/0", OF_MACHINE)
+        .essential(&["/machines"])
+        .essential_within("/machines/0", MACHINE_FIELDS)
         .assert_shown(&schema_of::<MachinePage>(), |it: MachinePage| machine::list(&plain(), &it));
-    Example::new(with(machine(), json!({"operationId": ID, "alreadyOrdered": true})))
-        .needs(OF_MACHINE)
+    Example::new(merged(machine(), json!({"operationId": ID, "alreadyOrdered": true})))
+        .essential(MACHINE_FIELDS)
         .assert_shown(&schema_of::<DiscardedMachine>(), |it: DiscardedMachine| {
             machine::discarded(&plain(), &it)
         });
     Example::new(operation())
-        .needs(OF_OPERATION)
+        .essential(OPERATION_FIELDS)
         .assert_shown(&schema_of::<Operation>(), |it: Operation| operation::details(&plain(), &it));
 }
 
@@ -264,38 +264,38 @@ fn changes_of_older_platforms_are_shown() {
     let slot = json!({"machineId": ID, "slot": "primary", "kind": "customer", "status": "running", "epoch": 3,
         "operationId": ID});
     let user = json!({"idpUserId": "user_1", "handle": "ada"});
-    Example::new(with(slot.clone(), user))
-        .needs(OF_CHANGE)
+    Example::new(merged(slot.clone(), user))
+        .essential(CHANGE_FIELDS)
         .assert_shown(&schema_of::<ProvisionedMachine>(), shown::<ProvisionedMachine>);
     let recovered =
         json!({"oldMachineId": ID, "newerSnapshot": {"takenAt": AT, "machineId": ID, "key": "k"}});
-    Example::new(with(slot, recovered))
-        .needs(OF_CHANGE)
-        .needs(&["/operationId", "/newerSnapshot/key"])
+    Example::new(merged(slot, recovered))
+        .essential(CHANGE_FIELDS)
+        .essential(&["/operationId", "/newerSnapshot/key"])
         .assert_shown(&schema_of::<RecoveredMachine>(), shown::<RecoveredMachine>);
     let deleted = json!({"machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
         "kind": "customer", "status": "running", "registeredAt": AT, "deletedAt": AT, "newestSnapshotAt": AT,
         "newestSnapshotSource": "reported", "snapshotProblem": "p", "undeletableUntil": AT, "operationId": ID,
         "alsoDeleted": {"machineId": ID, "operationId": ID, "undeletableUntil": AT}});
     Example::new(deleted)
-        .needs(OF_CHANGE)
-        .needs(&["/alsoDeleted/machineId", "/alsoDeleted/operationId"])
+        .essential(CHANGE_FIELDS)
+        .essential(&["/alsoDeleted/machineId", "/alsoDeleted/operationId"])
         .assert_shown(&schema_of::<DeletedMachine>(), shown::<DeletedMachine>);
     let undeleted = json!({"machineId": ID, "kind": "customer", "status": "failed", "epoch": 3, "operationId": ID,
         "alreadyUndone": true});
     Example::new(undeleted)
-        .needs(OF_CHANGE)
-        .needs(&["/operationId"])
+        .essential(CHANGE_FIELDS)
+        .essential(&["/operationId"])
         .assert_shown(&schema_of::<UndeletedMachine>(), shown::<UndeletedMachine>);
     Example::new(json!({"machineId": ID, "action": "off", "status": "running", "operationId": ID}))
-        .needs(OF_CHANGE)
-        .needs(&["/action"])
+        .essential(CHANGE_FIELDS)
+        .essential(&["/action"])
         .assert_shown(&schema_of::<PowerChange>(), shown::<PowerChange>);
     Example::new(json!({"machineId": ID, "serverType": "cpx32", "status": "resizing", "operationId": ID}))
-        .needs(OF_CHANGE)
+        .essential(CHANGE_FIELDS)
         .assert_shown(&schema_of::<Resize>(), shown::<Resize>);
     Example::new(json!({"requested": 3}))
-        .needs(&["/requested"])
+        .essential(&["/requested"])
         .assert_shown(&schema_of::<TokenRotations>(), token::rotations);
 }
 
@@ -318,16 +318,16 @@ fn fleets_of_older_platforms_are_shown() {
         "overdueOperationsTotal": 1, "alarms": [alarm()], "asOf": AT,
     });
     Example::new(fleet)
-        .needs(&["/totals", "/totals/machines", "/totals/byStatus", "/backups", "/backups/never"])
-        .needs(&["/attention/0/machineId", "/attention/0/status"])
-        .needs(&["/overdueOperations/0/operationId", "/overdueOperations/0/machineId", "/alarms/0/alarm"])
-        .needs(&["/bundleKeys/keys", "/bundleKeys/notReporting", "/bundleKeys/keys/0/keyId"])
-        .needs(&["/bundleKeys/keys/0/isConfigured", "/bundleKeys/keys/0/trusting"])
-        .needs(&["/bundleKeys/keys/0/notTrusting"])
-        .needs_within("/rollout", OF_ROLLOUT)
+        .essential(&["/totals", "/totals/machines", "/totals/byStatus", "/backups", "/backups/never"])
+        .essential(&["/attention/0/machineId", "/attention/0/status"])
+        .essential(&["/overdueOperations/0/operationId", "/overdueOperations/0/machineId", "/alarms/0/alarm"])
+        .essential(&["/bundleKeys/keys", "/bundleKeys/notReporting", "/bundleKeys/keys/0/keyId"])
+        .essential(&["/bundleKeys/keys/0/isConfigured", "/bundleKeys/keys/0/trusting"])
+        .essential(&["/bundleKeys/keys/0/notTrusting"])
+        .essential_within("/rollout", ROLLOUT_FIELDS)
         .assert_shown(&schema_of::<Fleet>(), |it: Fleet| fleet::show(&plain(), &it));
     Example::new(alarm())
-        .needs(&["/alarm"])
+        .essential(&["/alarm"])
         .assert_shown(&schema_of::<Alarm>(), |it: Alarm| fleet::released(&it));
 }
 
@@ -335,13 +335,13 @@ fn fleets_of_older_platforms_are_shown() {
 fn rollouts_of_older_platforms_are_shown() {
     let member = json!({"machineId": ID, "handle": "ada", "slot": "primary", "batch": 1, "state": "failed",
         "error": "e", "askedAt": AT, "endedAt": AT, "imageVersion": "2026.11.1"});
-    Example::new(with(rollout(), json!({"machines": [member]})))
-        .needs(OF_ROLLOUT)
-        .needs(&["/machines/0/machineId", "/machines/0/state"])
+    Example::new(merged(rollout(), json!({"machines": [member]})))
+        .essential(ROLLOUT_FIELDS)
+        .essential(&["/machines/0/machineId", "/machines/0/state"])
         .assert_shown(&schema_of::<Rollout>(), |it: Rollout| deploy::show(&plain(), &it));
     Example::new(json!({"rollouts": [rollout()]}))
-        .needs(&["/rollouts"])
-        .needs_within("/rollouts/0", OF_ROLLOUT)
+        .essential(&["/rollouts"])
+        .essential_within("/rollouts/0", ROLLOUT_FIELDS)
         .assert_shown(&schema_of::<RolloutList>(), |it: RolloutList| deploy::list(&plain(), &it));
 }
 
@@ -350,7 +350,7 @@ fn snapshots_of_older_platforms_are_shown() {
     let backup = json!({"key": "k", "sizeBytes": 7, "sha256": "00", "takenAt": AT, "verifiedAt": AT, "epoch": 2,
         "machineId": ID, "latest": true});
     Example::new(json!({"latest": "k", "backups": [backup], "nextCursor": "c"}))
-        .needs(&["/backups", "/backups/0/key"])
+        .essential(&["/backups", "/backups/0/key"])
         .assert_shown(&schema_of::<BackupPage>(), |it: BackupPage| {
             backup::list(&plain(), &it)
                 + &it.backups.iter().map(|one| backup::details(&plain(), one)).collect::<String>()
@@ -359,15 +359,15 @@ fn snapshots_of_older_platforms_are_shown() {
     let inspection = json!({"idpUserId": "user_1", "slot": "primary", "state": "unsound", "problem": "p",
         "snapshots": 3, "current": pointer(), "rebuilt": pointer()});
     Example::new(inspection)
-        .needs(&["/state"])
-        .needs_within("/current", OF_POINTER)
-        .needs_within("/rebuilt", OF_POINTER)
+        .essential(&["/state"])
+        .essential_within("/current", POINTER_FIELDS)
+        .essential_within("/rebuilt", POINTER_FIELDS)
         .assert_shown(&schema_of::<PointerInspection>(), |it: PointerInspection| {
             pointer::inspection(&plain(), &slot, &it)
         });
     Example::new(json!({"idpUserId": "user_1", "slot": "primary", "pointer": pointer()}))
-        .needs(&["/pointer"])
-        .needs_within("/pointer", OF_POINTER)
+        .essential(&["/pointer"])
+        .essential_within("/pointer", POINTER_FIELDS)
         .assert_shown(&schema_of::<RebuiltPointer>(), |it: RebuiltPointer| pointer::rebuilt(&plain(), &it));
 }
 
@@ -376,25 +376,25 @@ fn other_resources_of_older_platforms_are_shown() {
     let subscription = json!({"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active",
         "currentPeriodEnd": AT});
     Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))
-        .needs(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
+        .essential(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
         .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| slot::page(&plain(), &it));
     Example::new(json!({"operators": [operator()]}))
-        .needs(&["/operators"])
-        .needs_within("/operators/0", OF_OPERATOR)
+        .essential(&["/operators"])
+        .essential_within("/operators/0", OPERATOR_FIELDS)
         .assert_shown(&schema_of::<OperatorList>(), |it: OperatorList| {
             operator::list(&plain(), &it.operators)
         });
     Example::new(json!({"operator": operator(), "tokenId": ID, "token": "svco_x"}))
-        .needs(&["/operator", "/token"])
-        .needs_within("/operator", OF_OPERATOR)
+        .essential(&["/operator", "/token"])
+        .essential_within("/operator", OPERATOR_FIELDS)
         .assert_shown(&schema_of::<IssuedToken>(), |it: IssuedToken| operator::issued(&plain(), &it, None));
     Example::new(json!({"name": "ada", "scopes": ["read"], "expiresAt": AT}))
-        .needs(&["/name"])
+        .essential(&["/name"])
         .assert_shown(&schema_of::<WhoAmI>(), |it: WhoAmI| operator::who_am_i(&plain(), &it));
     let entry = json!({"auditId": ID, "at": AT, "actor": "ada", "action": "fail", "target": "t",
         "before": {"status": "running"}, "after": {"status": "failed"}, "requestId": "r"});
     Example::new(json!({"entries": [entry], "nextCursor": "c"}))
-        .needs(&["/entries", "/entries/0/auditId", "/entries/0/at"])
+        .essential(&["/entries", "/entries/0/auditId", "/entries/0/at"])
         .assert_shown(&schema_of::<AuditPage>(), |it: AuditPage| {
             audit::list(&plain(), &serde_json::from_value(json!(it)).unwrap())
         });
@@ -403,8 +403,8 @@ fn other_resources_of_older_platforms_are_shown() {
     let report = json!({"totalCost": 1.5, "totalTokensIn": 1, "totalTokensOut": 2, "totalDispatches": 3,
         "entries": [entry]});
     Example::new(report)
-        .needs(&["/totalCost", "/totalTokensIn", "/totalTokensOut", "/totalDispatches", "/entries"])
-        .needs_within("/entries/0", &["/date", "/cost", "/tokensIn", "/tokensOut", "/dispatches"])
+        .essential(&["/totalCost", "/totalTokensIn", "/totalTokensOut", "/totalDispatches", "/entries"])
+        .essential_within("/entries/0", &["/date", "/cost", "/tokensIn", "/tokensOut", "/dispatches"])
         .assert_shown(&schema_of::<UsageReport>(), |it: UsageReport| {
             usage::show(&plain(), GroupBy::User, &it)
         });

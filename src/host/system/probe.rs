@@ -9,7 +9,7 @@ use svc_http::tls::{self, ChainCheck, Identity, SpkiPin};
 /// The pin of the gateway's certificate, or `None` before the gateway has created it.
 ///
 /// # Errors
-/// If it exists and cannot be read.
+/// If the certificate exists and cannot be read.
 pub fn pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
     match Identity::read(&layout.tls_cert(), &layout.tls_key()) {
         Ok(identity) => identity.pin().map(Some),
@@ -32,7 +32,7 @@ impl Gateway {
     pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {
         let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
         let client = client::with_tls(Deadlines::CALL, config)?;
-        let base = format!("https://{}", reachable(listen));
+        let base = format!("https://{}", replace_unspecified(listen));
         Ok(Self { client, ready: format!("{base}/readyz"), live: format!("{base}/livez") })
     }
 
@@ -52,7 +52,7 @@ impl Gateway {
 }
 
 /// Replaces an unspecified listen address with the loopback address.
-fn reachable(listen: SocketAddr) -> SocketAddr {
+fn replace_unspecified(listen: SocketAddr) -> SocketAddr {
     let ip = match listen.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
         IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),

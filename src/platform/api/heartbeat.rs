@@ -77,7 +77,7 @@ pub async fn handle(
         heal::resume_healthy_machine(&platform, machine, epoch).await;
     }
     heal::detect_power_on(&platform, machine, epoch).await;
-    // Not from this process's cache, which may lack a key that another process has delivered and already signs with.
+    // Do not use this process's cache: it may lack a key that another process has delivered and already signs with.
     let session = platform.host_db.session().await?;
     let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
@@ -101,8 +101,8 @@ pub async fn handle(
     Ok(response)
 }
 
-/// Records a token of a later generation, which the host has evidently stored. Returns the token that the host must use
-/// from now on, if it differs.
+/// Records a token of a later generation, because its use proves that the host has stored it. Returns the token that
+/// the host must use from now on, if it differs.
 async fn next_token(platform: &Platform, host: &AuthenticatedHost) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
     let (current, standing) = match host.standing {
@@ -156,8 +156,8 @@ async fn advance_token(
     Ok(after)
 }
 
-/// Records what is missing in a database that was restored from an older copy: that the host has registered, or holds its
-/// slot under a later epoch. Returns whether the machine holds its slot although it is inactive in the database.
+/// Adds facts that a database restored from an older copy lacks: that the host has registered, or holds its slot
+/// under a later epoch. Returns whether the machine holds its slot although it is inactive in the database.
 async fn holds_slot_in_store(
     platform: &Platform,
     machine: &MachineRow,
@@ -198,8 +198,8 @@ async fn holds_slot_in_store(
         return Ok(true);
     }
     let tx = db::begin(&mut session).await?;
-    let still = db::machines::lock(&tx, machine.id).await?;
-    if still.is_some_and(|still| still.is_active() && still.epoch < holder.epoch) {
+    let locked = db::machines::lock(&tx, machine.id).await?;
+    if locked.is_some_and(|locked| locked.is_active() && locked.epoch < holder.epoch) {
         machine_changes::raise_epoch(&tx, machine.id, holder.epoch).await?;
     }
     db::commit(tx).await?;

@@ -44,8 +44,8 @@ pub struct HostRegistration {
     pin: SpkiPin,
 }
 
-/// The form whose hash is stored, by which a repeated request is recognised, and which the audit has. It must not
-/// change, because the platform may be updated between a request and its repetition.
+/// The canonical form of a registration. Its hash is stored to recognise a repeated request, and the audit records
+/// it. It must not change, because the platform may be updated between a request and its repetition.
 #[derive(Serialize)]
 struct CanonicalRegistration<'a> {
     machine: MachineId,
@@ -118,7 +118,7 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
     Err(Problem::new(Code::InvalidState, detail).with("machineStatus", json!(machine.status)))
 }
 
-/// Registers a machine by its heartbeat: it had registered before, but the database was restored from an older copy.
+/// Registers a machine by its heartbeat. It had registered before, but the database was restored from an older copy.
 ///
 /// # Errors
 /// As for a registration.

@@ -1,7 +1,7 @@
 //! The mark in the object store that names the current platform key by its fingerprint.
 //!
 //! A server restored from before a change of `PLATFORM_KEY` has a consistent database and settings; only the store is
-//! newer. A process with none of the current keys would refuse every host, and trust no fence signed since then.
+//! newer. A process without a current key would refuse every host, and trust no fence signed since then.
 //!
 //! The invariant: a mark that names a key which this process does not have is never overwritten.
 
@@ -40,7 +40,7 @@ struct Mark {
     noted_at: Timestamp,
 }
 
-/// Which of this process's keys the mark names.
+/// The key of this process that the mark names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NamedKey {
     Current,
@@ -82,7 +82,7 @@ impl OtherKey {
     }
 }
 
-/// Why this process could not be shown to have the current key.
+/// The reason why this process may lack the current key.
 #[derive(Debug, thiserror::Error)]
 pub enum MarkError {
     #[error("{}; {}", .0, .0.advice())]
@@ -100,16 +100,16 @@ impl MarkError {
     }
 }
 
-/// Which key the store names.
+/// Returns which key of this process the mark names.
 pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError> {
-    named(read(bucket).await?.as_ref(), ids)
+    classify(read(bucket).await?.as_ref(), ids)
 }
 
-/// Makes the store name the current key, if it names none or the previous one.
+/// Writes a mark for the current key if the store has none, or one for the previous key.
 pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let found = read(bucket).await?;
-        if named(found.as_ref(), ids)? == NamedKey::Current {
+        if classify(found.as_ref(), ids)? == NamedKey::Current {
             return Ok(());
         }
         let condition = found.map_or(Condition::Absent, |found| Condition::Unchanged(found.version));
@@ -118,7 +118,7 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
         let put = bucket.put_json_if(&path, &mark, condition);
         match bucket.within(&path, CALL_TIMEOUT, put).await {
             Ok(()) => return Ok(()),
-            // Another process's write, or this one's with a lost response.
+            // Another process has written, or the response to this process's write was lost.
             Err(StoreError::Precondition { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -126,7 +126,7 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     Err(MarkError::Contended)
 }
 
-/// Retries the write that failed at startup; ends if the store turns out to name another key.
+/// Retries a write that failed at startup; ends if the mark turns out to name another key.
 pub async fn keep_writing(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
@@ -161,7 +161,7 @@ async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
     }
 }
 
-fn named(found: Option<&Versioned<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+fn classify(found: Option<&Versioned<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
     let Some(found) = found else { return Ok(NamedKey::Nothing) };
     let named = &found.value.key_id;
     if named == ids.current.as_str() {
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn mark_follows_change_and_keeps_unknown_key() {
+    async fn write_replaces_previous_key_but_keeps_unknown_key() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         assert_eq!(check(&bucket, &ids(1, None)).await.unwrap(), NamedKey::Nothing);
         write(&bucket, &ids(1, None)).await.unwrap();

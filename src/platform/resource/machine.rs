@@ -8,7 +8,7 @@ use crate::token_rotation::UpgradeToken;
 use svc_wire::machine::{self as wire, Boot, BootStage, Failure, Machine};
 
 impl MachineRow {
-    /// The machine as the audit records it.
+    /// The machine in the form that the audit records.
     pub fn record(&self) -> Value {
         json!(Machine::from(self))
     }
@@ -40,17 +40,17 @@ impl From<&MachineRow> for Machine {
             tls_spki_sha256: row.tls_pin.map(|pin| pin.to_string()),
             registered_at: row.registered_at.map(Into::into),
             heartbeat_at: row.heartbeat_at.map(Into::into),
-            health: reported(row.health.as_ref()),
-            last_backup: reported(row.last_backup.as_ref()),
-            last_update: reported(row.last_update.as_ref()),
-            checks: reported(row.checks.as_ref()),
+            health: parse_report(row.health.as_ref()),
+            last_backup: parse_report(row.last_backup.as_ref()),
+            last_update: parse_report(row.last_update.as_ref()),
+            checks: parse_report(row.checks.as_ref()),
             boot: boot(&row.boot_stages),
-            boot_progress: reported(row.boot_progress.as_ref()),
+            boot_progress: parse_report(row.boot_progress.as_ref()),
             proven_at: row.proven_at.map(Into::into),
             final_backup_at: row.final_backup_at.map(Into::into),
             unsaved_since: row.unsaved_since.map(Into::into),
             powered_off_at: row.powered_off_at.map(Into::into),
-            attention: reported(Some(&row.attention)).unwrap_or_default(),
+            attention: parse_report(Some(&row.attention)).unwrap_or_default(),
             fallback_locations: row.fallback_locations.iter().map(Into::into).collect(),
             upgrade_token: Some((&row.upgrade_token).into()),
             replaced_by: row.replaced_by.map(Into::into),
@@ -72,13 +72,13 @@ impl From<&UpgradeToken> for wire::UpgradeToken {
     }
 }
 
-/// A stored report of a host. `None` also for a stored report that this release cannot read.
-fn reported<T: DeserializeOwned>(stored: Option<&Value>) -> Option<T> {
+/// Parses a stored report of a host. A report that this release cannot read is `None`, too.
+fn parse_report<T: DeserializeOwned>(stored: Option<&Value>) -> Option<T> {
     stored.and_then(|stored| T::deserialize(stored).ok())
 }
 
 fn boot(stages: &Value) -> Option<Boot> {
-    let stages: Vec<BootStage> = reported(Some(stages))?;
+    let stages: Vec<BootStage> = parse_report(Some(stages))?;
     let last = stages.last()?;
     Some(Boot { stage: last.stage.clone(), at: last.at.clone(), stages })
 }

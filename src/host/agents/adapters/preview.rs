@@ -1,7 +1,7 @@
 //! Previews of tool inputs and messages: their start, without secrets.
 //!
-//! Secrets are recognised by their form, by the name before them, and by value if the agent was given them. No list of
-//! patterns is complete; so previews are short, and tool results are never shown.
+//! Secrets are recognised by their format, by the name before them, and by value if they are in the agent's
+//! environment. No list of patterns is complete, so previews are short, and tool results are never shown.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", "$1 ***"),
         // The user option of curl.
         (r"(\s-u\s*)[^\s:]+:\S+", "$1***"),
-        // A telling name, then a value: as an assignment, a header, a flag or JSON.
+        // A name that suggests a secret, then a value: as an assignment, a header, a flag or JSON.
         (
             r#"(?i)([A-Za-z0-9_-]*(password|passwd|passphrase|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?)[A-Za-z0-9_-]*\\?["']?\s*(=|:|\s)\s*)(\\?"[^"]+"?|'[^']+'?|[^\s"'\\]{4,})"#,
             "$1***",
@@ -121,7 +121,7 @@ impl Secrets {
     }
 }
 
-/// At most `max` characters, on one line.
+/// Truncates to at most `max` characters, on one line.
 pub fn truncate(text: &str, max: usize) -> String {
     let mut flat: String = text.chars().take(max + 1).map(|c| if c.is_control() { ' ' } else { c }).collect();
     if flat.chars().count() > max {
@@ -131,12 +131,12 @@ pub fn truncate(text: &str, max: usize) -> String {
     flat
 }
 
-/// The most telling field of a tool's input, such as a command, path or query; else all of it as JSON.
+/// The most informative field of a tool's input, such as a command, path or query; otherwise all of it as JSON.
 pub fn preview_input(input: &Value) -> String {
-    const TELLING_FIELDS: [&str; 9] =
+    const PREVIEWED_FIELDS: [&str; 9] =
         ["command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description", "prompt"];
-    let telling = TELLING_FIELDS.iter().find_map(|name| input.get(name)?.as_str());
-    let text = telling.map_or_else(|| input.to_string(), str::to_owned);
+    let field = PREVIEWED_FIELDS.iter().find_map(|name| input.get(name)?.as_str());
+    let text = field.map_or_else(|| input.to_string(), str::to_owned);
     // Scan more than is shown, so that a secret at the end is recognised.
     let scanned: String = text.chars().take(MAX_SCANNED_CHARS).collect();
     truncate(&scrub(&scanned), MAX_PREVIEW_CHARS)
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn known_secrets_are_redacted_everywhere() {
-        let given = [
+        let environment = [
             ("LLM_KEY", "plain words"),
             ("DB_PASSWORD_RO", "plain words, and \"more\"\nof it"),
             ("HOST_NAME", "example"),
@@ -191,7 +191,7 @@ mod tests {
             ("A_TOKEN", "x"),
         ];
         let secrets = Secrets::from_environment(
-            &given.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+            &environment.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         );
         assert_eq!(secrets.0.len(), 2, "{:?}", secrets.0);
         for (text, shown) in [
@@ -229,7 +229,7 @@ mod tests {
         }
 
         #[test]
-        fn value_after_a_telling_name_is_scrubbed(
+        fn value_after_secret_name_is_scrubbed(
             name in "(password|API_KEY|clientSecret|x-auth-token)", between in "(=|: |=\"|\": \")", value in "[a-zA-Z0-9]{8,40}",
         ) {
             let shown = scrub(&format!("run {name}{between}{value} end"));

@@ -31,7 +31,7 @@ struct LastRun {
     held: Option<HeldBack>,
 }
 
-/// A complete snapshot that was held back from becoming the latest, because its database has shrunk.
+/// A complete snapshot that did not become the latest, because its database has shrunk.
 #[derive(Serialize, Deserialize)]
 struct HeldBack {
     latest: String,
@@ -59,7 +59,7 @@ pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> 
 }
 
 fn backup_status(layout: &Layout) -> Result<Value, LockError> {
-    // Check the lock first: a run that ends afterwards has already written its result.
+    // Check the lock first: a run that has released it has already written its result.
     let is_running = Lock::is_held(&layout.backup_lock())?;
     let mut summary = json!({ "running": is_running });
     let progress = BackupProgress::read(layout)?.filter(|_| is_running);
@@ -92,7 +92,7 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         responses: &[documented_json(200, "The progress and the last result.", || {
             let last = object(
                 &[("status", one_of(&["success", "error"])), ("beganAt", time())],
-                &[("takenAt", time()), ("key", text()), ("error", text()), ("held", held())],
+                &[("takenAt", time()), ("key", text()), ("error", text()), ("held", held_schema())],
             );
             object(
                 &[("running", boolean())],
@@ -111,7 +111,7 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-fn held() -> Value {
+fn held_schema() -> Value {
     object(&[("latest", text()), ("loss", text())], &[])
 }
 
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shows_why_a_snapshot_was_held_back() {
+    fn backup_status_shows_why_snapshot_is_held() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let last = json!({"timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "key": null, "error": "shrunk",

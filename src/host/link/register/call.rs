@@ -1,4 +1,4 @@
-//! Calls of a machine with its registration token. The platform accepts identical repeats, so a call without a
+//! Calls that a machine makes with its registration token. The platform accepts identical repeats, so a call without a
 //! response is retried until a deadline.
 
 use std::time::Duration;
@@ -17,7 +17,7 @@ use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootFailureReport, BootStageReport, RegistrationResponse};
 
-/// Reason why a call failed.
+/// The reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistrationError {
     #[error("could not create the HTTP client")]
@@ -25,7 +25,7 @@ pub enum RegistrationError {
     /// 401: the token is wrong, expired, or was used with another body.
     #[error("the platform rejected this machine's registration token: {detail}")]
     Rejected { detail: String },
-    #[error("the platform answered {status}: {detail}")]
+    #[error("the platform responded with {status}: {detail}")]
     Refused { status: StatusCode, detail: String },
     #[error("the platform did not respond in time: {last}")]
     Unreachable { last: String },
@@ -51,7 +51,7 @@ impl<'a> RegistrationClient<'a> {
         Ok(Self { client, link, token })
     }
 
-    /// Sends the body until there is a response.
+    /// Sends the body until the platform responds or the deadline passes.
     pub async fn register(
         &self,
         body: &str,
@@ -111,7 +111,7 @@ impl<'a> RegistrationClient<'a> {
         let status = response.status();
         let body = match read_body(response).await {
             Ok(body) => body,
-            // The same request would get it again.
+            // A retry would get the same response.
             Err(error @ ResponseBodyError::TooLarge(_)) => {
                 return Attempt::Done(Err(RegistrationError::Refused { status, detail: error.to_string() }));
             }

@@ -16,12 +16,12 @@ use svc_wire::registration::{BootFailureReport, BootStageName};
 
 const MAX_MESSAGE_CHARS: usize = 500;
 const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Shorter values are no secrets, and hiding them would damage the message.
+/// Shorter values are not secrets, and redacting them would garble the message.
 const MIN_SECRET_BYTES: usize = 6;
 const REDACTED: &str = "[hidden]";
 
 /// # Errors
-/// [`Failure`]; 77 when the platform rejects the token, 75 when it does not respond.
+/// [`Failure`]; exit code 77 if the platform rejects the token, 75 if it does not respond.
 pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
@@ -76,8 +76,8 @@ mod tests {
             ("DATABASE_URL", "postgres://postgres:hunter2hunter2@127.0.0.1/svc"),
         ]);
         let secrets = secrets(&mut env);
-        let said = "connect postgres://postgres:hunter2hunter2@127.0.0.1/svc\nwith hunter2hunter2 and token-of-the-machine";
-        let redacted = redact(said, &secrets);
+        let message = "connect postgres://postgres:hunter2hunter2@127.0.0.1/svc\nwith hunter2hunter2 and token-of-the-machine";
+        let redacted = redact(message, &secrets);
         assert_eq!(redacted, "connect [hidden] with [hidden] and [hidden]");
         assert_eq!(redact(&"x".repeat(9999), &secrets).len(), MAX_MESSAGE_CHARS);
     }

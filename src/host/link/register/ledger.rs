@@ -1,7 +1,7 @@
 //! `var/lib/svc/register.json`: the registration request as it was first sent, and its result.
 //!
-//! The platform accepts a token once, and an identical body again. Therefore the body is on disk before the first
-//! call.
+//! The platform accepts a token once, but accepts an identical body again. Therefore the body is written to disk before
+//! the first call.
 
 use serde::{Deserialize, Serialize};
 
@@ -35,8 +35,8 @@ impl Ledger {
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.registration())?;
-        let read = text.and_then(|text| serde_json::from_slice(&text).ok());
-        Ok(read.filter(|ledger: &Self| ledger.version == 1))
+        let parsed = text.and_then(|text| serde_json::from_slice(&text).ok());
+        Ok(parsed.filter(|ledger: &Self| ledger.version == 1))
     }
 
     /// Returns the earlier request if it describes the same machine; otherwise writes a new one to disk before it is

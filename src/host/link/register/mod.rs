@@ -120,7 +120,7 @@ impl RegisterConfig {
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
         // The variable is in root's `update.env`, which this user cannot read. It is visible here only if no release
         // is installed.
-        let stated = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
+        let configured = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
         let version = config::image_version(env);
         let gateway_deadline = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
         let platform_deadline =
@@ -129,8 +129,8 @@ impl RegisterConfig {
         let version = release::current(layout).or(version);
         let installed =
             version.as_ref().and_then(|version| release::digest(&layout.release(version)).ok()?);
-        let stated = stated.and_then(|text| bundle::parse_digest(&text));
-        let bundle_sha256 = installed.or(stated);
+        let configured = configured.and_then(|text| bundle::parse_digest(&text));
+        let bundle_sha256 = installed.or(configured);
         if bundle_sha256.is_none() {
             env.mistake(
                 &vars::SVC_BUNDLE_SHA256,
@@ -173,10 +173,10 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let mut ledger = Ledger::reuse_or_create(layout, ledger, &body).or_exit(Exit::Internal)?;
     failpoint::pass("register.written").or_exit(Exit::Internal)?;
     let platform = RegistrationClient::new(&config.platform, &config.token).or_exit(Exit::Config)?;
-    let answer = platform.register(ledger.sent(), config.platform_deadline).await.map_err(failure)?;
+    let response = platform.register(ledger.sent(), config.platform_deadline).await.map_err(failure)?;
     failpoint::pass("register.answered").or_exit(Exit::Internal)?;
     ledger.mark_registered(layout).or_exit(Exit::Internal)?;
-    tracing::info!(status = %answer.status, epoch = %answer.epoch, "registered");
+    tracing::info!(status = %response.status, epoch = %response.epoch, "registered");
     Ok(())
 }
 
@@ -189,8 +189,8 @@ fn failure(error: RegistrationError) -> Failure {
     Failure::new(exit, error)
 }
 
-/// Waits until the gateway answers with its key. It creates the key at its first start, and only a working gateway is
-/// registered.
+/// Waits until the gateway is ready, and returns the pin of its key. The gateway creates the key at its first start,
+/// and only a working gateway is registered.
 async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<SpkiPin, Failure> {
     let end = Instant::now() + config.gateway_deadline;
     loop {
@@ -214,7 +214,7 @@ fn boot_ms(layout: &Layout) -> Option<u64> {
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// A changed key is not known to the platform, which then refuses this machine's certificate.
+/// Warns of a changed key: the platform has only the registered one, so it refuses this machine's certificate.
 fn warn_of_changed_key(layout: &Layout, done: &Ledger) {
     if let Ok(Some(pin)) = probe::pin(layout)
         && !done.has_pin(pin)

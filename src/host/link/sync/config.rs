@@ -31,7 +31,7 @@ pub struct SyncConfig {
     pub credentials: Option<Arc<RenewingCredentials>>,
     pub server: Server,
     pub listen: SocketAddr,
-    /// The release of user-data, used while none is installed.
+    /// The release that user-data names, used while none is installed.
     pub image_version: ImageVersion,
     pub heartbeat_interval: Duration,
     pub meta_interval: Duration,

@@ -16,7 +16,7 @@ use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat::{Heartbeat, HeartbeatResponse};
 
-/// What the platform responded, and to which token.
+/// The platform's response, and the token that it accepted.
 pub struct HeartbeatReply {
     pub response: HeartbeatResponse,
     /// `None` if the platform rejected the token because this machine was replaced.
@@ -31,14 +31,14 @@ pub struct AcceptedToken {
     pub refused: Option<SecretString>,
 }
 
-/// Reason for a failed heartbeat.
+/// The reason why a heartbeat failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HeartbeatError {
-    #[error("send the heartbeat")]
+    #[error("cannot send the heartbeat")]
     Transport(#[from] reqwest::Error),
     #[error("cannot read the response to the heartbeat")]
     Body(#[from] ResponseBodyError),
-    #[error("heartbeat failed: the platform answered {0}")]
+    #[error("heartbeat failed: the platform responded with {0}")]
     Status(StatusCode),
     #[error("cannot parse the response to the heartbeat")]
     Unreadable(#[from] serde_json::Error),
@@ -77,7 +77,7 @@ impl<'a> HeartbeatClient<'a> {
         let mut accepted = AcceptedToken { token: current, refused: None };
         let (mut status, mut body) = self.send(&request, &accepted.token).await?;
         if let (StatusCode::UNAUTHORIZED, Some(before)) = (status, before) {
-            // A platform restored to an earlier key does not know the token that it issued since.
+            // A platform restored to an earlier key does not recognise a token that it issued later.
             accepted = AcceptedToken { token: before, refused: Some(accepted.token) };
             (status, body) = self.send(&request, &accepted.token).await?;
         }

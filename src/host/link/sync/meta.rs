@@ -31,8 +31,9 @@ impl LastWrite {
     /// Whether the metadata has changed, or the last write is too old.
     fn is_due(&self, now: &VpsMeta, refresh_interval: Duration) -> bool {
         let Some((last, at)) = &self.0 else { return true };
-        let same = VpsMeta { heartbeat_at: last.heartbeat_at, last_backup: last.last_backup, ..now.clone() };
-        same != *last || at.elapsed() >= refresh_interval
+        let comparable =
+            VpsMeta { heartbeat_at: last.heartbeat_at, last_backup: last.last_backup, ..now.clone() };
+        comparable != *last || at.elapsed() >= refresh_interval
     }
 }
 
@@ -40,7 +41,7 @@ impl LastWrite {
 /// count: 288 writes a day for each machine would cost more than its database.
 ///
 /// # Errors
-/// [`WriteError`]; `Fenced` if a later machine of the slot has written.
+/// [`MetaWriteError`]; `Fenced` if a later machine of the slot has written.
 pub async fn write(config: &SyncConfig, last_write: &mut LastWrite) -> Result<(), MetaWriteError> {
     let mut meta = describe(config);
     if !last_write.is_due(&meta, config.meta_refresh_interval) {
@@ -65,7 +66,7 @@ fn describe(config: &SyncConfig) -> VpsMeta {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
     };
-    // An unreadable file does not stop the writers either.
+    // The writers treat an unreadable file as absent, too.
     let quiesced = Quiesce::read(&config.layout).ok().flatten();
     VpsMeta {
         version: meta::FORMAT,

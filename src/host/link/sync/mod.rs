@@ -1,7 +1,7 @@
 //! `svc-sync-agent`: sends heartbeats to the platform, writes the metadata in the object store, and applies the
 //! platform's responses, such as newer proof keys or a replacement by another machine.
 
-mod apply_answer;
+mod apply_response;
 mod config;
 mod heartbeat;
 mod meta;
@@ -20,7 +20,7 @@ use tokio::time::MissedTickBehavior;
 use crate::system::config::begin_log;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
-use apply_answer::Superseded;
+use apply_response::Superseded;
 use config::SyncConfig;
 use heartbeat::HeartbeatClient;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -87,11 +87,11 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                 let response = &reply.response;
                 if let Some(before) = quiesced.filter(|_| !response.superseded)
                     && let Err(error) =
-                        apply_answer::resume_writers(config, &before, response.quiesce.as_deref()).await
+                        apply_response::resume_writers(config, &before, response.quiesce.as_deref()).await
                 {
                     tracing::error!(error = %chain(&error), "could not resume the writers");
                 }
-                match apply_answer::apply_response(config, reply) {
+                match apply_response::apply_response(config, reply) {
                     Ok(None) => {}
                     Ok(Some(superseded)) => return superseded,
                     Err(error) => tracing::error!(%error, "could not store the platform's response"),

@@ -26,7 +26,8 @@ use svc_wire::machine::{Attention, Disk};
 use svc_wire::text::Text;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The last check of every kind that has run; `None` if none has.
+
+/// The last check of each kind; `None` if none has run.
 pub fn checks(config: &SyncConfig) -> Option<SnapshotChecks> {
     let last = |kind: CheckKind| {
         let Check { status, timestamp, key, mut damaged, error, .. } =
@@ -58,7 +59,7 @@ pub fn last_update(config: &SyncConfig) -> Option<LastUpdate> {
     Some(LastUpdate { version: version.into(), outcome: outcome.into(), stage, at: at.into(), error })
 }
 
-/// An item for the fleet's list.
+/// An item for the fleet's list of problems.
 fn attention(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
@@ -102,8 +103,8 @@ async fn gateway_is_ready(config: &SyncConfig) -> bool {
     }
 }
 
-/// Checks that the database is reachable and is the one restored here. The error holds a mismatch, if that is the
-/// reason.
+/// Checks that the database is reachable and is the one restored on this machine. The error contains an item only for a
+/// mismatch.
 async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
     let check = async {
         let database = config.server.database();

@@ -20,21 +20,21 @@ pub enum LineFormat {
     Text,
 }
 
-/// Lines to be appended to the file that has this name at the time of the write.
+/// Appends lines to whichever file has this name at the time of the write.
 pub struct AppendFile {
     path: PathBuf,
-    form: LineFormat,
+    format: LineFormat,
     pieces: VecDeque<Vec<u8>>,
     finished: Vec<Vec<u8>>,
-    left: usize,
+    pending_bytes: usize,
     /// Bytes of the first piece that are already written.
-    done: usize,
+    written_bytes: usize,
     /// The last written file and its length then: another file or length needs its tail repaired.
     last: Option<Last>,
     /// `last` has unsynced writes.
     is_dirty: bool,
     /// Earlier files of this name with unsynced writes.
-    left_behind: Vec<Unsynced>,
+    earlier_files: Vec<Unsynced>,
 }
 
 struct Last {
@@ -61,39 +61,39 @@ impl Extent {
 }
 
 impl AppendFile {
-    pub fn new(path: PathBuf, form: LineFormat) -> Self {
+    pub fn new(path: PathBuf, format: LineFormat) -> Self {
         Self {
             path,
-            form,
+            format,
             pieces: VecDeque::new(),
             finished: Vec::new(),
-            left: 0,
-            done: 0,
+            pending_bytes: 0,
+            written_bytes: 0,
             last: None,
             is_dirty: false,
-            left_behind: Vec::new(),
+            earlier_files: Vec::new(),
         }
     }
 
-    /// Takes the pieces that are written.
+    /// Takes the pieces that have been written.
     pub fn take_finished(&mut self) -> Vec<Vec<u8>> {
         std::mem::take(&mut self.finished)
     }
 
     /// Adds complete lines.
     pub fn push(&mut self, lines: Vec<u8>) {
-        self.left += lines.len();
+        self.pending_bytes += lines.len();
         self.pieces.push_back(lines);
     }
 
     /// Bytes that are not yet written.
     pub fn left(&self) -> usize {
-        self.left
+        self.pending_bytes
     }
 
     /// Whether there are writes that [`AppendFile::take_unsynced`] has not returned.
     pub fn is_dirty(&self) -> bool {
-        self.is_dirty || !self.left_behind.is_empty()
+        self.is_dirty || !self.earlier_files.is_empty()
     }
 
     /// Writes all pieces.
@@ -101,7 +101,7 @@ impl AppendFile {
     /// # Errors
     /// [`FileError`]; the rest is written by a later call.
     pub fn write(&mut self) -> Result<(), FileError> {
-        if self.left == 0 {
+        if self.pending_bytes == 0 {
             return Ok(());
         }
         self.append().map_err(FileError::at("append to", &self.path))
@@ -111,16 +111,16 @@ impl AppendFile {
         let mut last = self.open()?;
         let end = loop {
             let Some(piece) = self.pieces.front() else { break Ok(()) };
-            match (&*last.file).write(&piece[self.done..]) {
+            match (&*last.file).write(&piece[self.written_bytes..]) {
                 Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => {
                     self.is_dirty = true;
                     last.extent.length += written as u64;
-                    self.left -= written;
-                    self.done += written;
-                    if self.done == piece.len() {
+                    self.pending_bytes -= written;
+                    self.written_bytes += written;
+                    if self.written_bytes == piece.len() {
                         self.finished.extend(self.pieces.pop_front());
-                        self.done = 0;
+                        self.written_bytes = 0;
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -145,11 +145,11 @@ impl AppendFile {
                 return Ok(last);
             }
             // Sync the earlier file, wherever it is now.
-            self.leave(last);
+            self.retire(last);
         }
-        // A line that is partly in another file is written again as a whole.
+        // A line that is partly in another file is written again in full.
         self.rewind_to_line();
-        let missing = match self.form {
+        let missing = match self.format {
             LineFormat::Json => jsonl::repair(&mut file)?,
             LineFormat::Text => line_end(&file, extent.length)?,
         };
@@ -160,26 +160,27 @@ impl AppendFile {
 
     fn rewind_to_line(&mut self) {
         let Some(piece) = self.pieces.front() else { return };
-        let begun = piece[..self.done].iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-        self.left += self.done - begun;
-        self.done = begun;
+        let line_start =
+            piece[..self.written_bytes].iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        self.pending_bytes += self.written_bytes - line_start;
+        self.written_bytes = line_start;
     }
 
-    fn leave(&mut self, last: Last) {
+    fn retire(&mut self, last: Last) {
         if std::mem::take(&mut self.is_dirty) {
             let Last { file, extent } = last;
-            self.left_behind.push(Unsynced::new(self.path.clone(), extent.inode, file));
+            self.earlier_files.push(Unsynced::new(self.path.clone(), extent.inode, file));
         }
     }
 
     /// Takes the files that must be synced.
     pub fn take_unsynced(&mut self) -> Vec<Unsynced> {
         if let Some(last) = self.last.take() {
-            let again = (self.left > 0).then(|| Last { file: Arc::clone(&last.file), ..last });
-            self.leave(last);
-            self.last = again;
+            let reopened = (self.pending_bytes > 0).then(|| Last { file: Arc::clone(&last.file), ..last });
+            self.retire(last);
+            self.last = reopened;
         }
-        std::mem::take(&mut self.left_behind)
+        std::mem::take(&mut self.earlier_files)
     }
 }
 
@@ -187,19 +188,19 @@ impl AppendFile {
 ///
 /// # Errors
 /// The files cannot be read or renamed.
-pub fn replace(path: &Path, by: &Path, was: Extent) -> io::Result<bool> {
-    if Extent::of(&File::open(path)?)? != was {
+pub fn replace(path: &Path, replacement: &Path, expected: Extent) -> io::Result<bool> {
+    if Extent::of(&File::open(path)?)? != expected {
         return Ok(false);
     }
-    std::fs::rename(by, path)?;
+    std::fs::rename(replacement, path)?;
     Ok(true)
 }
 
-/// The missing line end of a text, if any.
+/// The newline that the text lacks, or an empty slice.
 fn line_end(file: &File, length: u64) -> io::Result<&'static [u8]> {
-    let mut last = [b'\n'];
+    let mut last_byte = [b'\n'];
     if length > 0 {
-        file.read_exact_at(&mut last, length - 1)?;
+        file.read_exact_at(&mut last_byte, length - 1)?;
     }
-    Ok(if last == [b'\n'] { b"" } else { b"\n" })
+    Ok(if last_byte == [b'\n'] { b"" } else { b"\n" })
 }

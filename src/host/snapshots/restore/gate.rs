@@ -45,7 +45,7 @@ pub const FAILPOINTS: &[&str] = &[
     "restore.marker",
 ];
 
-/// Why the gate stays shut.
+/// Why the gate stays closed.
 #[derive(Debug, thiserror::Error)]
 enum RestoreError {
     #[error("there is no snapshot, and SVC_RESTORE_MODE is required")]
@@ -132,7 +132,7 @@ pub enum ExistingRows {
 /// Restores the snapshot, if there is one, and writes the marker.
 ///
 /// # Errors
-/// [`Failure`]; the gate then stays shut and the old database is unchanged.
+/// [`Failure`]; the gate then stays closed and the old database is unchanged.
 pub async fn open(
     _lock: &Lock,
     settings: &RestoreSettings,

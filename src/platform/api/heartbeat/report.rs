@@ -1,4 +1,4 @@
-//! The body of a heartbeat: parsed field by field, so that a refusal names every mistake.
+//! Parses the body of a heartbeat field by field, so that a refusal names every mistake.
 
 use jiff::Timestamp;
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ use svc_wire::machine::{Disk, Health};
 // A host trusts the keys of one set.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
-/// A heartbeat whose fields have been checked, with their texts bounded and printable.
+/// A heartbeat whose fields are valid, and whose texts are bounded and printable.
 pub struct HeartbeatReport {
     pub sent: Heartbeat,
     /// When the reported verified snapshot was taken.
@@ -33,7 +33,7 @@ pub struct HeartbeatReport {
 }
 
 impl HeartbeatReport {
-    /// What the platform stores of it.
+    /// The columns that the platform stores.
     pub fn columns(&self) -> machine_changes::Heartbeat<'_> {
         let sent = &self.sent;
         machine_changes::Heartbeat {
@@ -227,7 +227,7 @@ mod tests {
     }
 
     /// A heartbeat with every field.
-    fn whole() -> Heartbeat {
+    fn full_heartbeat() -> Heartbeat {
         let check = |status: Outcome| SnapshotCheck {
             status: status.into(),
             at: at(),
@@ -278,16 +278,16 @@ mod tests {
 
     #[tokio::test]
     async fn parse_report_reads_every_field() {
-        let whole = whole();
-        let report = parse(&json!(whole)).await.unwrap();
-        assert_eq!(report.sent, whole);
+        let full = full_heartbeat();
+        let report = parse(&json!(full)).await.unwrap();
+        assert_eq!(report.sent, full);
         assert_eq!(report.backup_taken_at, Some(at().parse().unwrap()));
         assert!(report.registration.is_some());
     }
 
     #[tokio::test]
     async fn parse_report_accepts_older_and_newer_hosts() {
-        let mut least = json!(whole());
+        let mut minimal = json!(full_heartbeat());
         let optional = [
             "lastBackup",
             "lastUpdate",
@@ -299,21 +299,21 @@ mod tests {
             "registration",
         ];
         for name in optional {
-            least.as_object_mut().unwrap().shift_remove(name);
+            minimal.as_object_mut().unwrap().shift_remove(name);
         }
-        least["someday"] = json!({ "new": 1 });
-        least["health"]["someday"] = json!(1);
-        let sent = parse(&least).await.unwrap().sent;
+        minimal["someday"] = json!({ "new": 1 });
+        minimal["health"]["someday"] = json!(1);
+        let sent = parse(&minimal).await.unwrap().sent;
         assert_eq!((sent.last_backup, sent.updating, sent.attention), (None, false, vec![]));
         for name in optional {
-            least[name] = Value::Null;
+            minimal[name] = Value::Null;
         }
-        assert!(parse(&least).await.is_ok());
+        assert!(parse(&minimal).await.is_ok());
     }
 
     #[tokio::test]
     async fn parse_report_names_every_wrong_field() {
-        let mut wrong = json!(whole());
+        let mut wrong = json!(full_heartbeat());
         wrong["epoch"] = json!(u64::from(u32::MAX));
         wrong["disk"] = Value::Null;
         wrong["health"]["gateway"] = json!("well");

@@ -150,7 +150,7 @@ mod tests {
 
     fn compress(content: &[u8], threads: usize) -> Vec<u8> {
         let mut gzip = Gzip::with_threads(Vec::new(), Compression::new(6), threads).unwrap();
-        // The piece size divides no block.
+        // The piece size does not divide the block size.
         for piece in content.chunks(10_007) {
             gzip.write_all(piece).unwrap();
         }

@@ -16,7 +16,7 @@ pub(super) struct WriteCondition {
 }
 
 impl WriteCondition {
-    /// Like in R2 and RFC 9110, a missing object does not match: 412.
+    /// As in R2 and RFC 9110, a missing object does not match: 412.
     pub(super) fn check(&self, current: Option<&Arc<Object>>) -> S3Result<()> {
         let matches = |condition: &ETagCondition| {
             current.is_some_and(|object| condition.as_etag().is_none_or(|etag| etag.strong_cmp(&object.etag)))

@@ -1,5 +1,5 @@
 //! The protocol between the process that reads the home as the owner's user and the one that writes the archive: frames
-//! of a kind, a length and a payload. The writer trusts only their order.
+//! with a kind, a length and a payload. The writer trusts only their order.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -50,7 +50,7 @@ struct LeftOutHead {
 
 impl Frame {
     /// # Errors
-    /// Errors of the writer.
+    /// I/O errors of the writer.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
         match self {
             Self::Entry { entry, link_target } => {
@@ -74,7 +74,7 @@ impl Frame {
     }
 
     /// # Errors
-    /// Errors of the reader; `InvalidData` if it is not a valid frame, or its path is not below the home.
+    /// I/O errors of the reader; `InvalidData` if the frame is invalid or its path is not below the home.
     pub fn read(from: &mut impl Read) -> io::Result<Self> {
         let mut head = [0; 5];
         from.read_exact(&mut head)?;
@@ -112,7 +112,7 @@ impl Frame {
 /// Writes [`Frame::Data`] without a copy.
 ///
 /// # Errors
-/// Errors of the writer.
+/// I/O errors of the writer.
 pub fn write_data(part: &[u8], to: &mut impl Write) -> io::Result<()> {
     write_frame(to, b'D', part)
 }

@@ -114,7 +114,7 @@ fn request_update(
     UpdateRequest::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
 }
 
-/// A platform that sends no request id means the same request each time.
+/// Without a request id, every request for the release counts as the same one.
 fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) -> bool {
     let is_same_request = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
     last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
