@@ -64,7 +64,8 @@ async fn options_and_decisions_reach_the_platform() {
     let (line, _) = sent(&["resume", MACHINE], vec![record(), record()]).await;
     assert_eq!(line, format!("POST /vps/{MACHINE}/resume HTTP/1.1"));
     let power = |action: &str| {
-        let accepted = json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION, "action": action});
+        let accepted =
+            json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION, "action": action});
         Reply::Json(202, accepted)
     };
     for action in ["off", "reboot"] {

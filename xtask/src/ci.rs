@@ -24,7 +24,9 @@ const FORMAT: Check = ("fmt", || run_cargo(&["fmt", "--all", "--check"]));
 
 const REST_CHECKS: [&[Check]; 5] = [
     &[FORMAT],
-    &[("clippy", || run_cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"]))],
+    &[("clippy", || {
+        run_cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])
+    })],
     &[("doc", doc)],
     &[("deny", deny)],
     &[("advisories", advisories)],
@@ -110,7 +112,8 @@ fn run_group(command: &str, group: &[Check]) -> Vec<(&'static str, Duration, Res
             })
         };
         let threads: Vec<_> = group.iter().map(start).collect();
-        let results = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        let results =
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
         results.collect()
     })
 }
