@@ -94,6 +94,11 @@ fn every_test_that_a_page_names_exists() {
 }
 
 #[test]
+fn every_name_that_a_page_gives_for_a_file_exists() {
+    assert_none(&documented::unknown_names(&files()));
+}
+
+#[test]
 fn every_item_of_the_specification_has_its_row() {
     assert_none(&specification::untraced(&files(), |path| root().join(path).exists()));
 }

@@ -65,9 +65,50 @@ pub fn unknown_tests(files: &[File]) -> Vec<String> {
     found
 }
 
+/// Every name that a page in `docs` gives in parentheses after a source file, as in `a.rs` (`f`, `g`), is in that file.
+pub fn unknown_names(files: &[File]) -> Vec<String> {
+    let mut found = Vec::new();
+    for page in files.iter().filter(|file| file.path.starts_with("docs/")) {
+        for (number, line) in page.text.lines().enumerate() {
+            let (mut source, mut is_in_parentheses) = (None, false);
+            // Text outside and inside of quotes, in turn.
+            let parts: Vec<&str> = line.split('`').collect();
+            for pair in parts.chunks_exact(2) {
+                let (before, quoted) = (pair[0], pair[1]);
+                is_in_parentheses = before == " (" || is_in_parentheses && matches!(before, ", " | " and ");
+                if let Some(file) = files.iter().find(|file| file.path == quoted) {
+                    source = Some(file);
+                } else if !is_in_parentheses {
+                    source = None;
+                } else if let Some(file) = source.filter(|file| !has_word(&file.text, quoted)) {
+                    found.push(at(&page.path, number + 1, format!("{} has no {quoted}", file.path)));
+                }
+            }
+        }
+    }
+    found
+}
+
+fn has_word(text: &str, word: &str) -> bool {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    text.match_indices(word).any(|(start, _)| {
+        !text[..start].ends_with(is_part) && !text[start + word.len()..].starts_with(is_part)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn missing_name_after_a_file_is_detected() {
+        let page = File::sample("docs/a.md", "`src/a.rs` (`f`, `of_g`), `src/b.rs` (`g`), `h` in `src/a.rs`, `i`");
+        let files =
+            [page, File::sample("src/a.rs", "fn f() {} fn of_gh() {}"), File::sample("src/b.rs", "fn g() {}")];
+        let found = unknown_names(&files);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].contains("src/a.rs has no of_g"), "{found:?}");
+    }
 
     #[test]
     fn missing_test_named_by_a_page_is_detected() {
