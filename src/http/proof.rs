@@ -75,7 +75,7 @@ pub enum ProofError {
     Malformed,
     #[error("the proof's key is unknown")]
     UnknownKey,
-    #[error("the proof's signature is wrong")]
+    #[error("the proof's signature is invalid")]
     BadSignature,
     #[error("the proof is expired or not yet valid")]
     Stale,

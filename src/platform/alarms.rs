@@ -172,7 +172,7 @@ pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
 }
 
 /// Raises the alarm for a provider error that concerns the account.
-pub async fn inform_of_provider(platform: &Platform, error: &ProviderError) {
+pub async fn raise_for_provider_error(platform: &Platform, error: &ProviderError) {
     if let Some(alarm) = Alarm::of_provider(error) {
         inform(platform, alarm, &json!({})).await;
     }
@@ -255,7 +255,7 @@ pub fn resource(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
         seen_at: row.seen_at.into(),
         detail: row.detail.as_object().cloned().unwrap_or_default().into_iter().collect(),
         released_until: released_until.map(Into::into),
-        next: next.unwrap_or_else(|| "an alarm of a newer release".to_owned()),
+        next: next.unwrap_or_else(|| "an alarm that this release does not know: update svcctl".to_owned()),
     }
 }
 

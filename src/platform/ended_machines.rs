@@ -2,7 +2,7 @@
 
 use super::db::ended_machines::EndedMachineRow;
 use super::fleet::{FleetSummary, MAX_LISTED};
-use svc_wire::fleet::{Ended, MachineInNeed};
+use svc_wire::fleet::{Ended, MachineNeedingAttention};
 use svc_wire::text::Text;
 
 /// Puts them before the active machines of a fleet's summary, since data or a decision depends on each.
@@ -12,7 +12,7 @@ pub fn add_to(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
     summary.attention.truncate(MAX_LISTED);
 }
 
-fn entry(row: &EndedMachineRow) -> MachineInNeed {
+fn entry(row: &EndedMachineRow) -> MachineNeedingAttention {
     let reasons: Vec<_> = [
         (row.waiting_operation.is_some(), "operation_waiting"),
         (row.has_unsaved_changes, "unsaved_changes"),
@@ -23,7 +23,7 @@ fn entry(row: &EndedMachineRow) -> MachineInNeed {
     .map(|(_, reason)| reason.to_owned())
     .collect();
     let ended = if row.is_deleted { Ended::Deleted } else { Ended::Replaced };
-    MachineInNeed {
+    MachineNeedingAttention {
         machine_id: row.machine.into(),
         idp_user_id: Text::stored(&row.user),
         slot: Text::stored(&row.slot),

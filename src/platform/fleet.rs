@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::db::fleet::FleetRow;
 use svc_machine::state::Status;
 use svc_store::bucket::is_unusable_pointer;
-use svc_wire::fleet::{BackupAges, MachineInNeed, Totals};
+use svc_wire::fleet::{BackupAges, MachineNeedingAttention, Totals};
 use svc_wire::text::Text;
 
 /// Hosts send a heartbeat every 30 s; a silence of this many seconds is no coincidence.
@@ -67,7 +67,7 @@ pub struct FleetSummary {
     pub totals: Totals,
     pub backups: BackupAges,
     /// At most [`MAX_LISTED`].
-    pub attention: Vec<MachineInNeed>,
+    pub attention: Vec<MachineNeedingAttention>,
     /// The number of all of them.
     pub attention_total: u64,
 }
@@ -87,7 +87,7 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration) -> FleetSummary {
         *by_health.entry(Health::of(row).as_str().to_owned()).or_default() += 1;
         let reasons = reasons(row, token_rotation);
         if !reasons.is_empty() {
-            attention.push(MachineInNeed {
+            attention.push(MachineNeedingAttention {
                 machine_id: row.machine.into(),
                 idp_user_id: Text::stored(&row.user),
                 slot: Text::stored(&row.slot),

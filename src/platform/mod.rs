@@ -202,7 +202,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, fresh, stop.clone()));
     tasks.spawn(key_change::run_key_change(platform.clone(), change_seal));
-    tasks.spawn(mark::keep_writing(platform.clone()));
+    tasks.spawn(mark::write_until_stopped(platform.clone()));
     tasks.spawn(process_clock::run(Arc::clone(&platform.clock), platform.db.clone(), platform.stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
@@ -269,7 +269,7 @@ async fn admit(
 }
 
 /// Refuses outdated keys; otherwise returns whether the store has responded. An unavailable store is not refused: the
-/// check is repeated while the process runs ([`mark::keep_writing`]).
+/// check is repeated while the process runs ([`mark::write_until_stopped`]).
 fn check_mark(noted: Result<(), MarkError>) -> Result<bool, Failure> {
     match noted {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),

@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer};
 ///
 /// # Errors
 /// If the value is not a list, or the list is longer.
-pub(super) fn at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
+pub(super) fn deserialize_at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
@@ -18,11 +18,13 @@ where
     from.deserialize_seq(BoundedVisitor::<T, MAX>(PhantomData))
 }
 
-/// Like [`at_most`], with `null` as `None`.
+/// Like [`deserialize_at_most`], with `null` as `None`.
 ///
 /// # Errors
 /// If the value is not a list, or the list is longer.
-pub(super) fn some_at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Option<Vec<T>>, D::Error>
+pub(super) fn deserialize_optional_at_most<'de, D, T, const MAX: usize>(
+    from: D,
+) -> Result<Option<Vec<T>>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
@@ -34,7 +36,7 @@ struct Bounded<T, const MAX: usize>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T, MAX> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        at_most::<D, T, MAX>(from).map(Self)
+        deserialize_at_most::<D, T, MAX>(from).map(Self)
     }
 }
 
@@ -65,9 +67,9 @@ mod tests {
 
     #[derive(Deserialize)]
     struct Lists {
-        #[serde(deserialize_with = "at_most::<_, _, 3>")]
+        #[serde(deserialize_with = "deserialize_at_most::<_, _, 3>")]
         all: Vec<u8>,
-        #[serde(default, deserialize_with = "some_at_most::<_, _, 2>")]
+        #[serde(default, deserialize_with = "deserialize_optional_at_most::<_, _, 2>")]
         some: Option<Vec<u8>>,
     }
 

@@ -41,9 +41,9 @@ pub struct SideRecord {
     #[serde(with = "clock::wire")]
     pub verified_at: Timestamp,
     /// Roles that own objects or have grants in the dump.
-    #[serde(deserialize_with = "bounded_list::at_most::<_, _, MAX_ROLES>")]
+    #[serde(deserialize_with = "bounded_list::deserialize_at_most::<_, _, MAX_ROLES>")]
     pub roles: Vec<String>,
-    #[serde(deserialize_with = "bounded_list::at_most::<_, _, MAX_TABLES>")]
+    #[serde(deserialize_with = "bounded_list::deserialize_at_most::<_, _, MAX_TABLES>")]
     pub tables: Vec<TableCount>,
     /// Facts that are not in a dump of the database's content. Older hosts omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -77,7 +77,7 @@ pub struct DatabaseFacts {
     /// All roles of the server. Older hosts omit it.
     #[serde(
         default,
-        deserialize_with = "bounded_list::some_at_most::<_, _, MAX_ROLES>",
+        deserialize_with = "bounded_list::deserialize_optional_at_most::<_, _, MAX_ROLES>",
         skip_serializing_if = "Option::is_none"
     )]
     pub roles: Option<Vec<RoleFacts>>,

@@ -128,8 +128,8 @@ impl Upload {
         Ok(())
     }
 
-    async fn wait_until(&mut self, at_most: usize) -> Result<(), StoreError> {
-        while self.in_flight_parts.len() > at_most {
+    async fn wait_until(&mut self, max_parts: usize) -> Result<(), StoreError> {
+        while self.in_flight_parts.len() > max_parts {
             let Some(joined) = self.in_flight_parts.join_next().await else { break };
             // A panic of the store's client is propagated.
             let result = joined.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));

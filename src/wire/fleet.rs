@@ -26,7 +26,7 @@ pub struct Fleet {
     pub backups: BackupAges,
     /// The first machines that need attention; `attentionTotal` counts all.
     #[serde(default)]
-    pub attention: Vec<MachineInNeed>,
+    pub attention: Vec<MachineNeedingAttention>,
     /// Number of all machines that need attention.
     #[serde(default)]
     pub attention_total: u64,
@@ -76,7 +76,7 @@ pub struct BackupAges {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
-pub struct MachineInNeed {
+pub struct MachineNeedingAttention {
     pub machine_id: Text<MachineId>,
     #[serde(default)]
     pub idp_user_id: Text<IdpUserId>,

@@ -252,7 +252,10 @@ async fn undelete_reports_that_the_machine_is_being_restored() {
     let platform = Platform::start([reply(false)]).await;
     let output = platform.svcctl(&["undelete", MACHINE]).await;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(printed.contains("being reinstated: it serves with its next healthy heartbeat"), "{printed}");
+    assert!(
+        printed.contains("being reinstated: it serves again after its next healthy heartbeat"),
+        "{printed}"
+    );
     for again in [false, true] {
         let replies = [reply(again), at("failed", "running"), at("running", "succeeded")];
         let platform = Platform::start(replies).await;

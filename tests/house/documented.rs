@@ -102,9 +102,13 @@ mod tests {
 
     #[test]
     fn missing_name_after_a_file_is_detected() {
-        let page = File::sample("docs/a.md", "`src/a.rs` (`f`, `of_g`), `src/b.rs` (`g`), `h` in `src/a.rs`, `i`");
-        let files =
-            [page, File::sample("src/a.rs", "fn f() {} fn of_gh() {}"), File::sample("src/b.rs", "fn g() {}")];
+        let page =
+            File::sample("docs/a.md", "`src/a.rs` (`f`, `of_g`), `src/b.rs` (`g`), `h` in `src/a.rs`, `i`");
+        let files = [
+            page,
+            File::sample("src/a.rs", "fn f() {} fn of_gh() {}"),
+            File::sample("src/b.rs", "fn g() {}"),
+        ];
         let found = unknown_names(&files);
         assert_eq!(found.len(), 1, "{found:?}");
         assert!(found[0].contains("src/a.rs has no of_g"), "{found:?}");

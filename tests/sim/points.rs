@@ -42,7 +42,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
         (retention::FAILPOINTS, "svc::host::retention::FAILPOINTS", "tests/heartbeat.rs"),
         (usage_book::FAILPOINTS, "FAILPOINTS", "tests/records/exact.rs"),
         (watcher::FAILPOINTS, "svc::host::audit::watcher::FAILPOINTS", "tests/audit/life.rs"),
-        (register::POINTS, "svc::host::link::register::POINTS", "tests/vault/register.rs"),
+        (register::FAILPOINTS, "svc::host::link::register::FAILPOINTS", "tests/vault/register.rs"),
         (
             upgrade_token::FAILPOINTS,
             "svc::host::system::upgrade_token::FAILPOINTS",

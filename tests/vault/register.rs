@@ -59,7 +59,7 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
     let (machine, listen) = ready(&platform).await?;
     let extra =
         |points: &'static str| [("GATEWAY_LISTEN", listen.clone()), ("FAILPOINTS", points.to_owned())];
-    for point in svc::host::link::register::POINTS {
+    for point in svc::host::link::register::FAILPOINTS {
         let kill: &'static str = Box::leak(format!("{point}=return(kill)").into_boxed_str());
         let extra = extra(kill);
         let extra: Vec<(&str, &str)> = extra.iter().map(|(name, value)| (*name, value.as_str())).collect();

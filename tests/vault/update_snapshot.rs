@@ -66,7 +66,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     })
     .await?;
     let table = stage.run(&["status"], None).await?.expect(0).stdout;
-    assert!(table.contains("waits for a snapshot since"), "{table}");
+    assert!(table.contains("has been waiting for a snapshot since"), "{table}");
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(70);
     stage.assert_running(OLD)?;
     let last = stage.last()?;

@@ -109,7 +109,7 @@ impl Accepted {
         if let Some(newer) = &self.newer_snapshot {
             return Some(format!(
                 "{} of {} is newer than the snapshot to restore: if the host cannot make a final backup and no snapshot was \
-                 named, the recovery asks which one to restore",
+                 named, the recovery waits for a decision on which one to restore",
                 newer.key, newer.taken_at
             ));
         }
@@ -131,7 +131,7 @@ impl Accepted {
             (Some("on"), _) => "being powered on",
             (Some("reboot"), _) => "being restarted",
             (_, Some(false)) if self.status == "failed" => {
-                "being reinstated: it serves with its next healthy heartbeat"
+                "being reinstated: it serves again after its next healthy heartbeat"
             }
             _ => &self.status,
         }

@@ -13,7 +13,7 @@ use crate::args;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 use svc_wire::alarm::Alarm;
-use svc_wire::fleet::{BackupAges, Ended, Fleet, MachineInNeed, OverdueOperation};
+use svc_wire::fleet::{BackupAges, Ended, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
 /// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
@@ -87,12 +87,12 @@ pub fn released(alarm: &Alarm) -> String {
     format!("{}\n  next: {}\n", alarm_line(alarm), alarm.next)
 }
 
-fn attention_state(machine: &MachineInNeed) -> &str {
+fn attention_state(machine: &MachineNeedingAttention) -> &str {
     machine.ended.as_deref().unwrap_or(&machine.status)
 }
 
 /// The first thing to do, given these alarms. A handle names only the active machine, so others are named by id.
-fn next(machine: &MachineInNeed, alarms: &[Alarm]) -> String {
+fn next(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let name = if machine.ended.is_some() { machine.machine_id.as_str() } else { machine.handle.as_str() };
     let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(Ended::Deleted));
     let is_held_back = machine.reasons.iter().any(|reason| reason == "snapshot_held");
@@ -175,7 +175,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         shown.push_str(&format!("\n{}\n", view.paint(Some(Colour::Good), "no machine needs attention")));
         return shown;
     }
-    let row = |a: &MachineInNeed| {
+    let row = |a: &MachineNeedingAttention| {
         vec![
             a.handle.clone().into(),
             Cell::state(attention_state(a)),
@@ -280,7 +280,7 @@ mod tests {
     fn silent_machine_hint_omits_recovery_while_hosts_are_refused() {
         let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
             "status": "running", "reasons": ["heartbeat_silent"]});
-        let machine: MachineInNeed = serde_json::from_value(machine).unwrap();
+        let machine: MachineNeedingAttention = serde_json::from_value(machine).unwrap();
         let alarm = |name: &str| {
             let alarm = json!({"alarm": name, "since": "T", "seenAt": "T", "detail": {}, "releasedUntil": null, "next": "n"});
             serde_json::from_value::<Alarm>(alarm).unwrap()

@@ -93,7 +93,10 @@ pub fn update(layout: &Layout) -> Findings {
     let dir = layout.update_state();
     if let Ok(Some((version, SnapshotWait { since, why }))) = SnapshotWait::read(layout) {
         findings = findings.warning(
-            format!("the update to {version} waits for a snapshot since {}: {why}", rfc3339_ms(since)),
+            format!(
+                "the update to {version} has been waiting for a snapshot since {}: {why}",
+                rfc3339_ms(since)
+            ),
             "journalctl -u svc-db-backup-request -n 50; svc-update apply --without-snapshot skips it",
         );
     } else if dir.join("journal.json").exists() {

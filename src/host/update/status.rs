@@ -97,7 +97,7 @@ fn print_table(status: &Status) {
     if let Some(update) = &status.update {
         println!("\nin progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
         if let Some(SnapshotWait { since, why }) = &update.waiting {
-            println!("it waits for a snapshot since {}: {why}", rfc3339_ms(*since));
+            println!("it has been waiting for a snapshot since {}: {why}", rfc3339_ms(*since));
         }
     }
     if let Some(last) = &status.last {

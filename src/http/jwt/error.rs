@@ -9,7 +9,7 @@ pub enum JwtError {
     Algorithm,
     #[error("the token's key is not one of the issuer's")]
     UnknownKey,
-    #[error("the token's signature is wrong")]
+    #[error("the token's signature is invalid")]
     Signature,
     #[error("the token is from another issuer")]
     Issuer,

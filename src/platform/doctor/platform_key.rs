@@ -27,7 +27,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let ids = config.keys.ids();
     let (findings, named) = match named_key(config, &ids).await {
         Ok(named) => (findings, Some(named)),
-        Err(MarkError::OtherKey(other)) => return findings.problem(other.to_string(), other.advice()),
+        Err(MarkError::UnknownKey(other)) => return findings.problem(other.to_string(), other.advice()),
         Err(error @ MarkError::Store(StoreError::Corrupt { .. })) => {
             let next = format!(
                 "delete {} if PLATFORM_KEY is the current key; svc-platform will not start",

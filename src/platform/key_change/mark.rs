@@ -51,12 +51,12 @@ pub enum NamedKey {
 
 /// The mark names a key that this process does not have.
 #[derive(Debug)]
-pub struct OtherKey {
+pub struct UnknownKey {
     named: String,
     ids: KeyIds,
 }
 
-impl fmt::Display for OtherKey {
+impl fmt::Display for UnknownKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { named, ids } = self;
         let previous = ids.previous.as_ref().map_or_else(|| "not set".to_owned(), KeyId::to_string);
@@ -69,7 +69,7 @@ impl fmt::Display for OtherKey {
     }
 }
 
-impl OtherKey {
+impl UnknownKey {
     /// The recommended action for the operator.
     pub fn advice(&self) -> String {
         format!(
@@ -86,7 +86,7 @@ impl OtherKey {
 #[derive(Debug, thiserror::Error)]
 pub enum MarkError {
     #[error("{}; {}", .0, .0.advice())]
-    OtherKey(Box<OtherKey>),
+    UnknownKey(Box<UnknownKey>),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("too many concurrent changes of the current platform key's mark")]
@@ -96,7 +96,7 @@ pub enum MarkError {
 impl MarkError {
     /// Whether a process with these keys must not run. An unavailable store is no reason to refuse.
     pub fn is_refusal(&self) -> bool {
-        matches!(self, Self::OtherKey(_) | Self::Store(StoreError::Corrupt { .. }))
+        matches!(self, Self::UnknownKey(_) | Self::Store(StoreError::Corrupt { .. }))
     }
 }
 
@@ -127,7 +127,7 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
 }
 
 /// Retries a write that failed at startup; ends if the mark turns out to name another key.
-pub async fn keep_writing(platform: Arc<Platform>) {
+pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
             Ok(()) => return platform.stop.cancelled().await,
@@ -170,7 +170,7 @@ fn classify(found: Option<&Versioned<Mark>>, ids: &KeyIds) -> Result<NamedKey, M
     if ids.previous.as_ref().is_some_and(|previous| named == previous.as_str()) {
         return Ok(NamedKey::Previous);
     }
-    Err(MarkError::OtherKey(Box::new(OtherKey { named: named.clone(), ids: ids.clone() })))
+    Err(MarkError::UnknownKey(Box::new(UnknownKey { named: named.clone(), ids: ids.clone() })))
 }
 
 #[cfg(test)]

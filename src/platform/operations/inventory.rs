@@ -56,7 +56,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     let listed = match platform.provider.find_by_label(MACHINE_LABEL).await {
         Ok(listed) => listed,
         Err(error) => {
-            alarms::inform_of_provider(platform, &error).await;
+            alarms::raise_for_provider_error(platform, &error).await;
             return Err(error.into());
         }
     };

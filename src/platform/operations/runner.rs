@@ -183,7 +183,7 @@ async fn retry(held: &HeldOperation<'_>, step: Step, error: &StepError) -> Resul
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
     if let Some(cause) = account_error(error) {
-        alarms::inform_of_provider(held.platform, cause).await;
+        alarms::raise_for_provider_error(held.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why =
             format!("{error}; it is tried again within {} s", max_backoff(attempts).as_secs_f64().ceil());

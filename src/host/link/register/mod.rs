@@ -35,13 +35,14 @@ use svc_store::bundle;
 use svc_wire::registration::{BootStageName, Registration};
 
 /// Fail points of a registration.
-pub const POINTS: &[&str] = &["register.begin", "register.ready", "register.written", "register.answered"];
+pub const FAILPOINTS: &[&str] =
+    &["register.begin", "register.ready", "register.written", "register.answered"];
 
 #[derive(clap::Parser)]
 #[command(
     name = "svc-register",
     version = applet::version(),
-    about = "Registers this machine at the platform, once",
+    about = "Registers this machine with the platform, once",
     subcommand_negates_reqs = true
 )]
 struct Args {

@@ -91,7 +91,7 @@ fn waiting_update(config: &SyncConfig) -> Option<Attention> {
         return None;
     }
     let since = clock::rfc3339_ms(since);
-    let detail = format!("the update to {version} waits for a snapshot since {since}: {why}");
+    let detail = format!("the update to {version} has been waiting for a snapshot since {since}: {why}");
     Some(attention("update_waiting", detail))
 }
 

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use tar::{Builder, EntryType, EntryWriter, Header};
 
-use super::files::{HomeEntry, LeftOut};
+use super::files::{HomeEntry, OmittedEntry};
 use super::stream::Frame;
 use crate::snapshots::archive;
 use crate::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE};
@@ -125,7 +125,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
 }
 
 /// Prints a summary to standard error: standard output is the archive.
-fn report(manifest: &Manifest, left_out: &[LeftOut]) {
+fn report(manifest: &Manifest, left_out: &[OmittedEntry]) {
     let files = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
     let bytes: u64 = manifest.entries.iter().map(|entry| entry.size_bytes).sum();
     eprintln!("exported the database and {files} entries of the home, {bytes} bytes");
@@ -173,12 +173,12 @@ impl<W: Write + Seek + 'static> Archive<W> {
     }
 
     /// Copies the entries from the process that reads the home. Returns the files that it left out.
-    fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<LeftOut>> {
+    fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
         let mut left_out = Vec::new();
         loop {
             match Frame::read(frames)? {
                 Frame::Entry { entry, link_target } => self.write_entry(&entry, link_target, frames)?,
-                Frame::LeftOut(left) => left_out.push(left),
+                Frame::OmittedEntry(left) => left_out.push(left),
                 Frame::End => return Ok(left_out),
                 Frame::Data(_) | Frame::FileEnd => return Err(out_of_order()),
             }

@@ -20,7 +20,7 @@ pub struct HomeEntry {
 
 /// A file of the home that is not in the archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LeftOut {
+pub struct OmittedEntry {
     /// Relative to the home.
     pub path: PathBuf,
     pub reason: String,
@@ -28,7 +28,7 @@ pub struct LeftOut {
 
 /// Lists everything except `except`, and the files that were left out: those that cannot be read, and those that are not
 /// files, directories or links. Links are not followed.
-pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<LeftOut>) {
+pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut left_out) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
@@ -38,7 +38,7 @@ pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<LeftOut>) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
             Err(error) => {
-                left_out.push(LeftOut { path: directory, reason: error.to_string() });
+                left_out.push(OmittedEntry { path: directory, reason: error.to_string() });
                 continue;
             }
         };
@@ -59,7 +59,8 @@ pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<LeftOut>) {
                     listed.push(HomeEntry { path, kind, mode: meta.mode() & 0o7777, modified });
                 }
                 None => {
-                    left_out.push(LeftOut { path, reason: "neither file, directory nor link".to_owned() });
+                    left_out
+                        .push(OmittedEntry { path, reason: "neither file, directory nor link".to_owned() });
                 }
             }
         }

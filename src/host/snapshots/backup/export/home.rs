@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::OFlag;
 
-use super::files::{self, HomeEntry, LeftOut};
+use super::files::{self, HomeEntry, OmittedEntry};
 use super::stream::{Frame, MAX_FRAME_BYTES, write_data};
 use crate::system::tar_reader::EntryKind;
 use crate::system::user;
@@ -25,20 +25,22 @@ pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Writ
     let mut to = BufWriter::with_capacity(MAX_FRAME_BYTES, to);
     let except: Vec<&Path> = except.iter().map(PathBuf::as_path).collect();
     let (entries, left_out) = files::below(home, &except);
-    let sent = left_out.into_iter().try_for_each(|left| Frame::LeftOut(left).write(&mut to)).and_then(|()| {
-        for entry in entries {
-            send_entry(home, entry, &mut to)?;
-        }
-        Frame::End.write(&mut to)?;
-        to.flush()
-    });
+    let sent =
+        left_out.into_iter().try_for_each(|left| Frame::OmittedEntry(left).write(&mut to)).and_then(|()| {
+            for entry in entries {
+                send_entry(home, entry, &mut to)?;
+            }
+            Frame::End.write(&mut to)?;
+            to.flush()
+        });
     sent.or_exit(Exit::Internal)
 }
 
 fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<()> {
     let at = home.join(&entry.path);
-    let left_out =
-        |error: io::Error, path: PathBuf| Frame::LeftOut(LeftOut { path, reason: error.to_string() });
+    let left_out = |error: io::Error, path: PathBuf| {
+        Frame::OmittedEntry(OmittedEntry { path, reason: error.to_string() })
+    };
     match entry.kind {
         EntryKind::Directory => Frame::Entry { entry, link_target: None }.write(to),
         EntryKind::Link => match std::fs::read_link(&at) {

@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::files::{HomeEntry, LeftOut};
+use super::files::{HomeEntry, OmittedEntry};
 use crate::system::tar_reader::EntryKind;
 
 /// Maximum payload of a frame.
@@ -25,7 +25,7 @@ pub enum Frame {
     /// A chunk of a file.
     Data(Vec<u8>),
     FileEnd,
-    LeftOut(LeftOut),
+    OmittedEntry(OmittedEntry),
     /// End of the stream.
     End,
 }
@@ -65,7 +65,7 @@ impl Frame {
             }
             Self::Data(part) => write_data(part, to),
             Self::FileEnd => write_frame(to, b'F', b""),
-            Self::LeftOut(LeftOut { path, reason }) => {
+            Self::OmittedEntry(OmittedEntry { path, reason }) => {
                 let head = LeftOutHead { path: to_hex(path), reason: reason.clone() };
                 write_frame(to, b'L', &serde_json::to_vec(&head)?)
             }
@@ -101,7 +101,7 @@ impl Frame {
             b'L' => {
                 let head: LeftOutHead = serde_json::from_slice(&payload)?;
                 let path = below_home(from_hex(&head.path)?)?;
-                Ok(Self::LeftOut(LeftOut { path, reason: head.reason }))
+                Ok(Self::OmittedEntry(OmittedEntry { path, reason: head.reason }))
             }
             b'Z' => Ok(Self::End),
             _ => Err(invalid()),
@@ -162,7 +162,7 @@ mod tests {
             Frame::Entry { entry: entry(b"a/file", EntryKind::File), link_target: None },
             Frame::Data(vec![0; 70_000]),
             Frame::FileEnd,
-            Frame::LeftOut(LeftOut { path: "a/socket".into(), reason: "not a file".into() }),
+            Frame::OmittedEntry(OmittedEntry { path: "a/socket".into(), reason: "not a file".into() }),
             Frame::End,
         ];
         let mut bytes = Vec::new();
