@@ -12,9 +12,10 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::dispatch::{
-    events, kinds, machine, request_dispatch, stream, until_finished, until_recorded, until_running,
+    CONFIG, config, events, kinds, machine, request_dispatch, stream, until_finished, until_recorded,
+    until_running,
 };
-use super::host::send_json;
+use super::host::{Host, send_json};
 
 /// A fake svc-watch that passes on the phase and dispatch of each message.
 fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
@@ -168,6 +169,36 @@ async fn batch_never_blocks_on_its_own_queued_entries() -> Result<()> {
     // The single one cost 0.25, so there is room now.
     assert_eq!(until_finished(&host, "b").await?["status"], "success");
     Ok(())
+}
+
+/// The limit is raised before the restart, so that only the journal can keep the entry from running.
+#[tokio::test]
+async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
+    let limits = |daily: f64| {
+        json!({ "costLimits": { "daily": daily, "reservation": 0.1 },
+            "dispatch": { "defaultAgent": "coder", "concurrency": 2 } })
+    };
+    let (machine, _runner) = machine(&limits(0.25))?;
+    let host = machine.start()?;
+    let batch = json!([{ "prompt": "hold" }, { "prompt": "ok" }, { "prompt": "ok" }]);
+    request_dispatch(&host, json!({ "id": "b", "batch": batch })).await?;
+    let status = async |host: &Host| {
+        let (_, shown) = host.get("/api/dispatch/b.2").await?;
+        Ok::<_, anyhow::Error>(shown["dispatches"][0]["status"].clone())
+    };
+    host.until("the last entry is refused", async || Ok(status(&host).await? == "refused")).await?;
+    host.machine.write(CONFIG, &config(&limits(100.0)))?;
+    let host = host.restart()?;
+    assert_eq!(until_recorded(&host, "b.0").await?["error"]["name"], "Interrupted");
+    let (_, streamed) = send_json(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
+    assert_eq!(kinds(&events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
+    assert_eq!(status(&host).await?, "refused");
+    let (_, page) = host.get("/api/interactions?batchId=b&limit=10").await?;
+    assert_eq!(page["interactions"].as_array().map(Vec::len), Some(2), "{page}");
+    host.until("the journal is empty", async || {
+        Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
+    })
+    .await
 }
 
 #[tokio::test]

@@ -114,6 +114,7 @@ fn build_dispatches(
         accepted_at,
         started_at: None,
         ended: None,
+        refused: None,
     };
     if !request.is_batch {
         let one = Dispatch::new(accepted(id.to_string(), &request.entries[0], None), None, Some(reservation));

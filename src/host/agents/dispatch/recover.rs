@@ -78,14 +78,19 @@ impl Dispatcher {
             let is_first = accepted.batch.as_ref().is_none_or(|position| position.index == 0);
             let is_free = settings.agents.is_free(accepted.entry.model.as_deref());
             // It was accepted: the current limits do not apply.
-            let waits = accepted.started_at.is_none() && accepted.ended.is_none();
+            let waits = accepted.started_at.is_none() && accepted.ended.is_none() && accepted.refused.is_none();
             let reservation = (waits && is_first)
                 .then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings, is_free));
-            let (started_at, ended) = (accepted.started_at, accepted.ended.clone());
-            let one =
-                Dispatch::new(JournalEntry { started_at: None, ended: None, ..accepted }, batch, reservation);
+            let (started_at, ended, refused) =
+                (accepted.started_at, accepted.ended.clone(), accepted.refused);
+            let accepted = JournalEntry { started_at: None, ended: None, refused: None, ..accepted };
+            let one = Dispatch::new(accepted, batch, reservation);
             one.is_journaled.cancel();
             self.lock().all.insert(one.id().to_owned(), DispatchTarget::One(Arc::clone(&one)));
+            if let Some(period) = refused {
+                self.end_refused(&one, period);
+                continue;
+            }
             let interaction = match (ended, started_at) {
                 (Some(ended), _) => ended,
                 (None, Some(_)) => {

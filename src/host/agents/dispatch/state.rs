@@ -143,6 +143,7 @@ impl Dispatch {
             accepted_at: one.timestamp,
             started_at: None,
             ended: None,
+            refused: None,
         };
         let dispatch = Self::new(accepted, batch, None);
         dispatch.is_journaled.cancel();
