@@ -220,6 +220,8 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     let host = host.restart()?;
     let (status, again) = request_dispatch(&host, body).await?;
     assert_eq!((status.as_u16(), &again["dispatches"][0]["interaction"]), (202, &recorded));
+    let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
+    assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     let (_, resumed) = send_json(host.owner(Method::GET, "/api/dispatch/one/events")).await?;
     assert_eq!(kinds(&events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
     until_logged(&host, "dispatch one: coder runs for user_owner as process").await

@@ -259,7 +259,7 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let host = machine.start()?;
     let body =
         json!({ "id": "b", "batch": [{ "prompt": "ok 1" }, { "prompt": "fail" }, { "prompt": "ok 3" }] });
-    let streamed = stream(&host, body).await?;
+    let streamed = stream(&host, body.clone()).await?;
     assert_eq!(streamed.last().map(|(kind, _)| kind.as_str()), Some("done"));
     let mut results: Vec<(u64, &str)> = streamed
         .iter()
@@ -274,6 +274,10 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let host = host.restart()?;
     let (_, shown) = host.get("/api/dispatch/b").await?;
     assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));
+    assert_eq!(request_dispatch(&host, body).await?.0, StatusCode::ACCEPTED, "the same request");
+    let other = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
+    let (status, refused) = request_dispatch(&host, other).await?;
+    assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     for one in shown["dispatches"].as_array().context("dispatches")? {
         assert_eq!(
             (&one["interaction"]["batch"], &one["interaction"]["batchId"]),

@@ -58,6 +58,7 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         error: None,
         batch: false,
         batch_id: None,
+        fingerprint: None,
     };
     (day, one)
 }

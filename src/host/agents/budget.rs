@@ -258,6 +258,7 @@ mod tests {
             error: None,
             batch: false,
             batch_id: None,
+            fingerprint: None,
         };
         kernel.record(&one).unwrap();
     }

@@ -1,4 +1,4 @@
-//! Lines of the records, as in part 2 of the specification, with an additional `id` and `version`.
+//! Lines of the records, as in part 2 of the specification, with additional members such as `id` and `version`.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -32,6 +32,9 @@ pub struct Interaction {
     pub batch: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_id: Option<String>,
+    /// A digest of its request, to detect an ID that is used again for another one; not in older records.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fingerprint: Option<String>,
 }
 
 impl Interaction {
@@ -190,7 +193,7 @@ mod tests {
             "model": "m", "agentName": "coder", "tokensIn": 10, "tokensOut": 20, "cost": 0.0125, "durationMs": 7,
             "tools": [{"name": "Bash", "durationMs": 3, "inputPreview": "ls", "status": "error"}], "status": "error",
             "error": {"name": "ToolError", "message": "no", "stack": "at x", "tool": "Bash", "turn": 2},
-            "batch": true, "batchId": "b",
+            "batch": true, "batchId": "b", "fingerprint": "0f",
         });
         let entry: Interaction = serde_json::from_value(line.clone()).unwrap();
         assert_eq!(entry.cost, Dollars::from_nanos(12_500_000));

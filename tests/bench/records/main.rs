@@ -65,6 +65,7 @@ fn event(n: u64) -> Interaction {
         error: None,
         batch: false,
         batch_id: None,
+        fingerprint: None,
     };
     let length = serde_json::to_vec(&event).map_or(0, |line| line.len() + 1);
     event.conversation_id = "c".repeat(EVENT_BYTES.saturating_sub(length));

@@ -148,7 +148,7 @@ async fn check_same_request(
     found: DispatchTarget,
     request: &DispatchRequest,
 ) -> Result<DispatchTarget, Problem> {
-    // A dispatch restored from its record has no fingerprint.
+    // Records of earlier releases have no fingerprint.
     if !found.fingerprint().is_empty() && found.fingerprint() != request.fingerprint {
         let detail = "This id belongs to another dispatch; use a new one.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));

@@ -171,7 +171,8 @@ impl Dispatcher {
             let mut entries: Vec<Interaction> = found.into_values().collect();
             entries.sort_by_key(|one| entry_index(&one.id));
             let ids: Vec<String> = entries.iter().map(|one| one.id.clone()).collect();
-            let batch = Batch::new(id.to_string(), String::new(), ids, entries.len());
+            let fingerprint = entries.iter().find_map(|one| one.fingerprint.clone()).unwrap_or_default();
+            let batch = Batch::new(id.to_string(), fingerprint, ids, entries.len());
             let restore = |one| Dispatch::from_record(one, Some(Arc::clone(&batch)));
             let entries = entries.into_iter().map(restore).collect();
             DispatchTarget::Recorded(batch, entries)

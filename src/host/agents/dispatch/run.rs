@@ -138,6 +138,7 @@ fn interaction(
         error: outcome.error,
         batch: accepted.batch.is_some(),
         batch_id: accepted.batch.as_ref().map(|batch| batch.id.clone()),
+        fingerprint: Some(accepted.fingerprint.clone()).filter(|fingerprint| !fingerprint.is_empty()),
     }
 }
 

@@ -139,7 +139,7 @@ impl Dispatch {
                 deadline_seconds: 0,
             },
             batch: position,
-            fingerprint: String::new(),
+            fingerprint: one.fingerprint.clone().unwrap_or_default(),
             accepted_at: one.timestamp,
             started_at: None,
             ended: None,

@@ -266,7 +266,7 @@ pub fn interaction_schema() -> Value {
             ("status", status()),
             ("batch", boolean()),
         ],
-        &[("error", error), ("batchId", text())],
+        &[("error", error), ("batchId", text()), ("fingerprint", text())],
     ))
 }
 

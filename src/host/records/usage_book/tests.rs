@@ -54,6 +54,7 @@ fn interaction(n: u64) -> Interaction {
         error: None,
         batch: false,
         batch_id: None,
+        fingerprint: None,
     }
 }
 
