@@ -342,15 +342,13 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
-    // Another user has a separate limit, and a free model is never limited.
+    // Another user has a separate limit. A request for a free model is limited: the agent may use another one.
     assert_eq!(
         request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
         StatusCode::ACCEPTED
     );
-    assert_eq!(
-        request_dispatch(&host, json!({ "prompt": "nothing", "model": "free", "id": "f" })).await?.0,
-        StatusCode::ACCEPTED
-    );
+    let (status, refused) = request_dispatch(&host, json!({ "prompt": "nothing", "model": "free" })).await?;
+    assert_eq!((status.as_u16(), &refused["code"]), (429, &json!("cost_limit_reached")));
     host.machine.write("home/svc/home/go", "")?;
     let (_, held) = send_json(host.owner(Method::GET, "/api/dispatch/held/events")).await?;
     let held = events(held.as_str().context("events")?);
@@ -364,15 +362,15 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
 }
 
 #[tokio::test]
-async fn tokens_are_priced_by_the_table() -> Result<()> {
+async fn tokens_are_priced_by_the_model_that_ran() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
-    let streamed = stream(&host, json!({ "prompt": "tokens", "id": "t" })).await?;
-    assert_eq!(
-        streamed.last().context("a result")?.1["interaction"]["cost"],
-        json!(3),
-        "1M × $2 + 0.1M × $10"
-    );
+    for body in [json!({ "prompt": "tokens" }), json!({ "prompt": "tokens", "model": "free" })] {
+        let streamed = stream(&host, body).await?;
+        let interaction = &streamed.last().context("a result")?.1["interaction"];
+        assert_eq!(interaction["cost"], json!(3), "1M × $2 + 0.1M × $10");
+        assert_eq!(interaction["model"], "m-1");
+    }
     Ok(())
 }
 

@@ -33,8 +33,7 @@ impl Dispatcher {
         }
         self.refuse_while_paused()?;
         let settings = self.kernel.settings();
-        let is_free = settings.agents.is_free(request.entries[0].model.as_deref());
-        let reserved = self.kernel.reserve(&request.sender_id, &settings, is_free)?;
+        let reserved = self.kernel.reserve(&request.sender_id, &settings)?;
         let reservation = reserved.map_err(|reached| refuse(&request.sender_id, &reached))?;
         let id = request.id.clone().unwrap_or_else(DispatchId::generate);
         let (found, all) = build_dispatches(&id, &request, reservation);

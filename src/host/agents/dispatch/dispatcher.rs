@@ -275,8 +275,7 @@ impl Dispatcher {
         if one.has_reservation() {
             return Turn::Take;
         }
-        let is_free = settings.agents.is_free(one.accepted.entry.model.as_deref());
-        match self.kernel.reserve(&one.accepted.sender_id, settings, is_free) {
+        match self.kernel.reserve(&one.accepted.sender_id, settings) {
             Ok(Ok(reservation)) => {
                 one.set_reservation(reservation);
                 Turn::Take
@@ -292,7 +291,7 @@ impl Dispatcher {
     async fn run(&self, one: &Arc<Dispatch>) {
         let settings = self.kernel.settings();
         if !one.has_reservation() {
-            let refused = self.kernel.reserve(&one.accepted.sender_id, &settings, false);
+            let refused = self.kernel.reserve(&one.accepted.sender_id, &settings);
             match refused {
                 Ok(Ok(reservation)) => one.set_reservation(reservation),
                 Ok(Err(reached)) => return self.refuse(one, &reached).await,

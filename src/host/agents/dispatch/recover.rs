@@ -76,11 +76,10 @@ impl Dispatcher {
         for accepted in left {
             let batch = accepted.batch.as_ref().and_then(|position| batches.get(&position.id).cloned());
             let is_first = accepted.batch.as_ref().is_none_or(|position| position.index == 0);
-            let is_free = settings.agents.is_free(accepted.entry.model.as_deref());
             // It was accepted: the current limits do not apply.
             let waits = accepted.started_at.is_none() && accepted.ended.is_none() && accepted.refused.is_none();
             let reservation = (waits && is_first)
-                .then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings, is_free));
+                .then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings));
             let (started_at, ended, refused) =
                 (accepted.started_at, accepted.ended.clone(), accepted.refused);
             let accepted = JournalEntry { started_at: None, ended: None, refused: None, ..accepted };
