@@ -39,6 +39,8 @@ case $prompt in
     trap '' TERM
     echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
     setsid sh -c 'echo $$ > sleeper.pid; exec sleep 300' & sleep 300 ;;
+  interrupt*) trap 'echo "{\"type\":\"usage\",\"tokensIn\":5,\"tokensOut\":1,\"cost\":0.02}"; exit 0' INT
+    echo $$ > sleeping.pid; sleep 300 ;;
   flood*) yes & sleep 0.2
     echo '{"type":"result","status":"success","text":"flooded"}' ;;
   hold*) while [ ! -e go ]; do sleep 0.05; done

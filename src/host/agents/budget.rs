@@ -26,6 +26,12 @@ pub struct Reservation {
     amount: Dollars,
 }
 
+impl Reservation {
+    pub fn amount(&self) -> Dollars {
+        self.amount
+    }
+}
+
 impl Drop for Reservation {
     fn drop(&mut self) {
         let mut reserved = self.kernel.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -246,6 +252,7 @@ mod tests {
             tokens_in: 0,
             tokens_out: 0,
             cost: Dollars::from_nanos(cents * 10_000_000),
+            cost_estimated: false,
             duration_ms: 0,
             tools: Vec::new(),
             status: Status::Success,

@@ -24,6 +24,9 @@ pub struct Interaction {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub cost: Dollars,
+    /// The run was cut off before it reported a cost: `cost` is the amount that was reserved for it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub cost_estimated: bool,
     pub duration_ms: u64,
     pub tools: Vec<Tool>,
     pub status: Status,
@@ -196,7 +199,7 @@ mod tests {
             "batch": true, "batchId": "b", "fingerprint": "0f",
         });
         let entry: Interaction = serde_json::from_value(line.clone()).unwrap();
-        assert_eq!(entry.cost, Dollars::from_nanos(12_500_000));
+        assert_eq!((entry.cost, entry.cost_estimated), (Dollars::from_nanos(12_500_000), false));
         assert_eq!(serde_json::to_value(&entry).unwrap(), line);
         let line = json!({
             "version": 1, "timestamp": "2026-11-22T01:02:03.456Z", "op": "mkdir", "path": "apps/notes", "sizeBytes": 0,

@@ -65,6 +65,16 @@ pub enum Exit {
     Signal(i32),
 }
 
+impl Exit {
+    /// Whether a signal ended the process; by convention, programs that handle it exit with 128 and its number.
+    pub fn is_by_signal(self) -> bool {
+        match self {
+            Self::Code(code) => code > 128,
+            Self::Signal(_) => true,
+        }
+    }
+}
+
 /// The outcome of a run, as reported by the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {

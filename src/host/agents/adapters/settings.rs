@@ -136,6 +136,14 @@ impl AgentSettings {
         let priced = || Some(price(outcome.model.as_deref()).or_else(requested_price)?.cost(outcome));
         outcome.cost.or_else(priced)
     }
+
+    /// Whether a run that was cut off has reported what [`Self::cost`] needs: its cost or tokens, or a free model.
+    pub fn has_usage(&self, outcome: &Outcome) -> bool {
+        let price = outcome.model.as_ref().and_then(|model| self.prices.get(model));
+        outcome.cost.is_some()
+            || outcome.tokens_in + outcome.tokens_out > 0
+            || price.is_some_and(|price| price.is_free())
+    }
 }
 
 /// An agent, as written in the file.
@@ -271,7 +279,11 @@ mod tests {
         outcome.cost = Some(Dollars::from_nanos(1));
         assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(1)));
         (outcome.cost, outcome.model) = (None, Some("other".to_owned()));
-        assert_eq!(settings.cost(&outcome, Some("free")), None, "the free model was requested, another one ran");
+        assert_eq!(
+            settings.cost(&outcome, Some("free")),
+            None,
+            "the free model was requested, another one ran"
+        );
         outcome.model = None;
         assert_eq!(settings.cost(&outcome, Some("free")), Some(Dollars::ZERO));
     }

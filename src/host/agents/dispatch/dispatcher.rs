@@ -238,7 +238,8 @@ impl Dispatcher {
                 let (runner, running) = (Arc::clone(&dispatcher), Arc::clone(&one));
                 if tokio::spawn(async move { runner.run(&running).await }).await.is_err() {
                     // The panic hook has logged the panic.
-                    let interaction = run::without_run(&one, "Internal", "the gateway failed at it");
+                    let interaction =
+                        run::cut_off(&one, "Internal", "the gateway failed at it", one.reserved());
                     dispatcher.end(&one, interaction, None).await;
                 }
                 let mut table = dispatcher.lock();

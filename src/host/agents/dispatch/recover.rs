@@ -77,9 +77,10 @@ impl Dispatcher {
             let batch = accepted.batch.as_ref().and_then(|position| batches.get(&position.id).cloned());
             let is_first = accepted.batch.as_ref().is_none_or(|position| position.index == 0);
             // It was accepted: the current limits do not apply.
-            let waits = accepted.started_at.is_none() && accepted.ended.is_none() && accepted.refused.is_none();
-            let reservation = (waits && is_first)
-                .then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings));
+            let waits =
+                accepted.started_at.is_none() && accepted.ended.is_none() && accepted.refused.is_none();
+            let reservation =
+                (waits && is_first).then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings));
             let (started_at, ended, refused) =
                 (accepted.started_at, accepted.ended.clone(), accepted.refused);
             let accepted = JournalEntry { started_at: None, ended: None, refused: None, ..accepted };
@@ -95,7 +96,8 @@ impl Dispatcher {
                 (None, Some(_)) => {
                     let message = "it was cut off: the gateway was killed, or the machine lost its power";
                     let duration_ms = run::elapsed_ms(started_at, Timestamp::now());
-                    Interaction { duration_ms, ..run::without_run(&one, "Interrupted", message) }
+                    let reserved = settings.limits.reservation;
+                    Interaction { duration_ms, ..run::cut_off(&one, "Interrupted", message, reserved) }
                 }
                 (None, None) => {
                     self.kernel.note(&format!("dispatch {}: it waits on, after a new start", one.id()));

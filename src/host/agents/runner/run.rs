@@ -1,8 +1,8 @@
 //! One run: reads an order, forwards the agent's output, and reports its exit.
 //!
 //! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. The agent
-//! first gets SIGTERM, since its tools may run in sessions of their own, which only the agent ends; then all remaining
-//! processes are killed.
+//! first gets SIGINT, on which it may still report its cost, and then SIGTERM, since its tools may run in sessions of
+//! their own, which only the agent ends; then all remaining processes are killed.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -25,7 +25,9 @@ use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
 use crate::agents::adapters::launch::LaunchRequest;
 use crate::agents::adapters::{Exit, codex};
-use crate::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
+use crate::agents::protocol::{
+    Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner,
+};
 use crate::system::layout::Layout;
 use svc_base::chain::chain;
 
@@ -73,7 +75,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
         }
     };
     let session = order.adapter.sessions(&own_home(layout), &order.environment).map(SessionFiles::new);
-    let run = Run { to, stop, cancelled: watch_cancellation(from), is_terminating: false, session };
+    let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, session };
     run.drive(child).await;
     Ok(())
 }
@@ -160,8 +162,8 @@ struct Run {
     stop: CancellationToken,
     /// The gateway cancelled the run, or disconnected.
     cancelled: CancellationToken,
-    /// The agent was sent SIGTERM.
-    is_terminating: bool,
+    /// The agent was sent SIGINT.
+    is_ending: bool,
 }
 
 impl Run {
@@ -179,7 +181,8 @@ impl Run {
         self.send(&FromRunner::Started { pid }).await;
         let (cancelled, stop) = (self.cancelled.clone(), self.stop.clone());
         let mut lines = Lines::default();
-        let mut kill_at = None;
+        // The next signal, and its time.
+        let mut next_signal = None;
         let mut reap = tokio::time::interval(REAP_INTERVAL);
         let status = loop {
             let stopped = async {
@@ -194,9 +197,12 @@ impl Run {
                     None => std::future::pending().await,
                 }
             };
-            let kill_due = async {
-                match kill_at {
-                    Some(at) => tokio::time::sleep_until(at).await,
+            let signal_due = async {
+                match next_signal {
+                    Some((signal, at)) => {
+                        tokio::time::sleep_until(at).await;
+                        signal
+                    }
                     None => std::future::pending().await,
                 }
             };
@@ -206,14 +212,17 @@ impl Run {
                     Ok(None) | Err(_) => out = None,
                 },
                 status = child.wait() => break status,
-                () = stopped, if !self.is_terminating => {
-                    self.is_terminating = true;
-                    signal(pid, Signal::SIGTERM);
-                    kill_at = Some(tokio::time::Instant::now() + GRACE);
+                () = stopped, if !self.is_ending => {
+                    self.is_ending = true;
+                    send_signal(pid, Signal::SIGINT);
+                    next_signal = Some((Signal::SIGTERM, tokio::time::Instant::now() + INTERRUPT_GRACE));
                 }
                 _ = reap.tick() => process_tree::reap(pid),
-                () = kill_due => {
-                    kill_at = None;
+                signal = signal_due => if signal == Signal::SIGTERM {
+                    send_signal(pid, signal);
+                    next_signal = Some((Signal::SIGKILL, tokio::time::Instant::now() + TERMINATE_GRACE));
+                } else {
+                    next_signal = None;
                     // This process adopts its orphans and kills them below.
                     let _ = child.start_kill();
                 }
@@ -288,7 +297,7 @@ fn watch_cancellation(mut from: OwnedReadHalf) -> CancellationToken {
 }
 
 /// Sends a signal to the agent's process group.
-fn signal(pid: u32, signal: Signal) {
+fn send_signal(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
         // A group that has already ended is no error.
         let _ = nix::sys::signal::killpg(Pid::from_raw(pid), signal);

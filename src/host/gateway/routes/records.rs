@@ -266,7 +266,12 @@ pub fn interaction_schema() -> Value {
             ("status", status()),
             ("batch", boolean()),
         ],
-        &[("error", error), ("batchId", text()), ("fingerprint", text())],
+        &[
+            ("costEstimated", boolean()),
+            ("error", error),
+            ("batchId", text()),
+            ("fingerprint", text()),
+        ],
     ))
 }
 
