@@ -6,7 +6,7 @@
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ use super::output::{Line, Lines, StderrTail};
 use super::process_tree;
 use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
-use crate::agents::adapters::launch::LaunchRequest;
-use crate::agents::adapters::{Exit, codex};
+use crate::agents::adapters::launch::{LaunchRequest, StatePlace};
+use crate::agents::adapters::{AdapterKind, Exit, codex};
 use crate::agents::protocol::{
     Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner,
 };
@@ -74,7 +74,9 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
             return FromRunner::Refused(why).write(&mut to).await;
         }
     };
-    let session = order.adapter.sessions(&own_home(layout), &order.environment).map(SessionFiles::new);
+    let (home, working_dir) = (own_home(layout), layout.home());
+    let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
+    let session = order.adapter.sessions(&place).map(SessionFiles::new);
     let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, session };
     run.drive(child).await;
     Ok(())
@@ -88,7 +90,8 @@ async fn wait_for_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::R
 }
 
 fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
-    let own_home = own_home(layout);
+    let (home, working_dir) = (own_home(layout), layout.home());
+    let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
     let request = LaunchRequest {
         agent_name: &order.agent_name,
         prompt: &order.prompt,
@@ -96,7 +99,7 @@ fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
         conversation_id: order.conversation_id.as_deref(),
     };
     let conversation_id = order.conversation_id.as_deref();
-    let has_conversation = conversation_id.is_some_and(|id| has_conversation(order, &own_home, id));
+    let has_conversation = conversation_id.is_some_and(|id| has_conversation(order.adapter, &place, id));
     let launch = order.adapter.launch(&request, has_conversation);
     let (program, first) = order.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
@@ -121,11 +124,11 @@ fn own_home(layout: &Layout) -> PathBuf {
 }
 
 /// Whether the program has this conversation: in a project directory of its transcripts, or as a session.
-fn has_conversation(order: &Order, home: &Path, conversation_id: &str) -> bool {
-    if let Some(sessions) = order.adapter.sessions(home, &order.environment) {
+fn has_conversation(adapter: AdapterKind, place: &StatePlace<'_>, conversation_id: &str) -> bool {
+    if let Some(sessions) = adapter.sessions(place) {
         return codex_sessions::has_thread(&sessions, conversation_id);
     }
-    let Some((directory, name)) = order.adapter.transcripts(home, conversation_id) else { return false };
+    let Some((directory, name)) = adapter.transcripts(place, conversation_id) else { return false };
     let projects = std::fs::read_dir(directory).into_iter().flatten().flatten();
     projects.into_iter().any(|project| project.path().join(&name).exists())
 }
