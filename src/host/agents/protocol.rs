@@ -63,6 +63,9 @@ pub struct Ended {
     /// The usage from the program's session files, if it has any.
     #[serde(rename = "used", default)]
     pub usage: Option<SessionUsage>,
+    /// Whether the program resumed an earlier conversation.
+    #[serde(default)]
+    pub is_resumed: bool,
 }
 
 /// Frames of the gateway.
@@ -209,6 +212,7 @@ mod tests {
                 exit: Exit::Signal(9),
                 stderr_tail: "no".to_owned(),
                 usage: Some(SessionUsage::default()),
+                is_resumed: true,
             }),
             FromRunner::Refused("why".to_owned()),
         ];

@@ -102,6 +102,10 @@ pub trait Adapter: Send {
     /// [`Adapter::finish`].
     fn set_usage(&mut self, _usage: SessionUsage) {}
 
+    /// The program resumed an earlier conversation, whose usage some releases print again. Call before
+    /// [`Adapter::finish`].
+    fn set_resumed(&mut self) {}
+
     /// Ends the run after the process has exited.
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome;
 }

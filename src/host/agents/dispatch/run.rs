@@ -18,9 +18,7 @@ use crate::agents::adapters::settings::{Agent, AgentSettings};
 use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
 use crate::agents::bridge_tokens::{AgentToken, AgentTokens};
 use crate::agents::kernel::Kernel;
-use crate::agents::protocol::{
-    Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner,
-};
+use crate::agents::protocol::{Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner};
 use crate::audit::protocol;
 use crate::audit::protocol::{COMMANDS, Message, Process, WRITERS};
 use crate::records::entry::{DispatchError, Interaction, Status};
@@ -286,11 +284,14 @@ impl<'a> Run<'a> {
         };
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
-        let is_ended_from_outside = self.end_reason.is_some()
-            || ended.as_ref().map_or(true, |ended| ended.exit.is_by_signal());
+        let is_ended_from_outside =
+            self.end_reason.is_some() || ended.as_ref().map_or(true, |ended| ended.exit.is_by_signal());
         let mut outcome = match ended {
             Ok(mut ended) => {
                 self.secrets.redact(&mut ended.stderr_tail);
+                if ended.is_resumed {
+                    self.adapter.set_resumed();
+                }
                 if let Some(usage) = ended.usage {
                     self.adapter.set_usage(usage);
                 }

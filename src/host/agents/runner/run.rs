@@ -25,9 +25,7 @@ use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
 use crate::agents::adapters::launch::{LaunchRequest, StatePlace};
 use crate::agents::adapters::{AdapterKind, Exit, codex};
-use crate::agents::protocol::{
-    Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner,
-};
+use crate::agents::protocol::{Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner};
 use crate::system::layout::Layout;
 use svc_base::chain::chain;
 
@@ -66,8 +64,8 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     if order.version != Order::WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
         return FromRunner::Refused("it was cancelled before it ran".to_owned()).write(&mut to).await;
     }
-    let child = match start(layout, &order) {
-        Ok(child) => child,
+    let (child, is_resumed) = match start(layout, &order) {
+        Ok(started) => started,
         Err(error) => {
             let program = order.command.first().map_or("", String::as_str);
             let why = format!("the agent's program {program:?} cannot be started: {}", chain(&error));
@@ -77,7 +75,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let (home, working_dir) = (own_home(layout), layout.home());
     let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
     let session = order.adapter.sessions(&place).map(SessionFiles::new);
-    let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, session };
+    let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, is_resumed, session };
     run.drive(child).await;
     Ok(())
 }
@@ -89,7 +87,8 @@ async fn wait_for_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::R
     Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(ToRunner::Go)))
 }
 
-fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
+/// Also returns whether the program resumes the conversation.
+fn start(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
     let (home, working_dir) = (own_home(layout), layout.home());
     let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
     let request = LaunchRequest {
@@ -116,7 +115,7 @@ fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
     if let Some(stdin) = child.stdin.take() {
         tokio::spawn(write_prompt(stdin, launch.stdin));
     }
-    Ok(child)
+    Ok((child, has_conversation))
 }
 
 fn own_home(layout: &Layout) -> PathBuf {
@@ -167,6 +166,7 @@ struct Run {
     cancelled: CancellationToken,
     /// The agent was sent SIGINT.
     is_ending: bool,
+    is_resumed: bool,
 }
 
 impl Run {
@@ -245,7 +245,7 @@ impl Run {
             Some(session) => session.read_usage().await,
             None => None,
         };
-        self.send(&FromRunner::Ended(Ended { exit, stderr_tail, usage })).await;
+        self.send(&FromRunner::Ended(Ended { exit, stderr_tail, usage, is_resumed: self.is_resumed })).await;
     }
 
     /// Sends buffered lines and those that arrive within this time.
