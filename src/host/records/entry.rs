@@ -51,7 +51,7 @@ pub enum Status {
     Error,
 }
 
-/// A tool call of an agent, without its result.
+/// A tool call of an agent, without its output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Tool {
@@ -60,6 +60,9 @@ pub struct Tool {
     /// The start of its input, without secrets.
     pub input_preview: String,
     pub status: Status,
+    /// The start of the error that the call returned, without secrets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// The error of a failed dispatch.
@@ -194,7 +197,8 @@ mod tests {
         let line = json!({
             "version": 1, "id": "01", "timestamp": "2026-11-22T01:02:03.456Z", "senderId": "user_1", "conversationId": "c",
             "model": "m", "agentName": "coder", "tokensIn": 10, "tokensOut": 20, "cost": 0.0125, "durationMs": 7,
-            "tools": [{"name": "Bash", "durationMs": 3, "inputPreview": "ls", "status": "error"}], "status": "error",
+            "tools": [{"name": "Bash", "durationMs": 3, "inputPreview": "ls", "status": "error",
+                "error": "Exit code 3"}], "status": "error",
             "error": {"name": "ToolError", "message": "no", "stack": "at x", "tool": "Bash", "turn": 2},
             "batch": true, "batchId": "b", "fingerprint": "0f",
         });

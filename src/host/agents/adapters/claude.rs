@@ -133,6 +133,8 @@ enum Block {
         tool_use_id: String,
         #[serde(default)]
         is_error: bool,
+        #[serde(default)]
+        content: Value,
     },
     #[serde(other)]
     Other,
@@ -177,11 +179,10 @@ impl Adapter for Claude {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        let interrupted_tool = self.run.tools.close(at_ms);
         let error = match (self.turn_end.take(), exit) {
             (Some(TurnEnd { error: None }), Exit::Code(0)) => None,
             (Some(TurnEnd { error: Some(error) }), _) => Some(error),
-            _ => Some(DispatchError { tool: interrupted_tool, ..exit_failure(exit, stderr_tail) }),
+            _ => Some(exit_failure(exit, stderr_tail)),
         };
         self.run.add_tokens(self.input_tokens.values().fold(0, |all, one| all.saturating_add(*one)), 0);
         let (tokens_in, tokens_out) = match self.conversation.take() {
@@ -189,7 +190,7 @@ impl Adapter for Claude {
             _ => self.main_loop,
         };
         self.run.add_tokens(tokens_in, tokens_out);
-        self.run.outcome(error)
+        self.run.outcome(at_ms, error)
     }
 }
 
@@ -216,15 +217,17 @@ impl Claude {
         for block in blocks {
             events.extend(match serde_json::from_value(block).unwrap_or(Block::Other) {
                 Block::Text { text } if is_assistant && line.parent_tool_use_id.is_none() => {
-                    self.run.text = Some(text.clone());
+                    self.run.set_text(&text);
                     Some(Event::Text { text })
                 }
                 Block::ToolUse { id, name, input } if is_assistant => {
                     self.run.tools.start(at_ms, &id, &name, &input)
                 }
-                Block::ToolResult { tool_use_id, is_error } => {
-                    let status = if is_error { Status::Error } else { Status::Success };
-                    self.run.tools.end(at_ms, &tool_use_id, status)
+                Block::ToolResult { tool_use_id, is_error: false, .. } => {
+                    self.run.tools.end(at_ms, &tool_use_id, Status::Success, None)
+                }
+                Block::ToolResult { tool_use_id, content, .. } => {
+                    self.run.tools.end(at_ms, &tool_use_id, Status::Error, Some(&result_text(&content)))
                 }
                 _ => None,
             });
@@ -283,6 +286,16 @@ impl Claude {
     }
 }
 
+/// The text of a tool's result, which is a string or blocks.
+fn result_text(content: &Value) -> String {
+    let text = |block: &Value| block.get("text")?.as_str().map(str::to_owned);
+    match content {
+        Value::String(text) => text.clone(),
+        Value::Array(blocks) => blocks.iter().filter_map(text).collect::<Vec<_>>().join("\n"),
+        _ => String::new(),
+    }
+}
+
 /// An invalid amount counts as zero.
 fn dollars(number: f64) -> Dollars {
     Dollars::from_f64(number).unwrap_or_default()
@@ -326,8 +339,13 @@ mod tests {
         assert_eq!(ends, 7);
         assert!(
             !format!("{events:?}{outcome:?}").contains("File created successfully"),
-            "tool results are not reported"
+            "tool outputs are not reported"
         );
+        assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
+        assert!(outcome.tools[5].error.as_deref().is_some_and(|error| error.contains("not found in file")));
+        assert_eq!(outcome.tools.iter().filter(|tool| tool.error.is_some()).count(), 2);
+        let blocks = serde_json::json!([{"type": "text", "text": "no"}, {"type": "image"}, {"type": "text", "text": "way"}]);
+        assert_eq!((result_text(&blocks), result_text(&Value::Null)), ("no\nway".to_owned(), String::new()));
     }
 
     #[test]
@@ -351,7 +369,11 @@ mod tests {
     #[test]
     fn interrupted_run_names_its_tool_and_counts_input() {
         let (_, outcome) = replay("sigterm");
-        assert_eq!(outcome.error.unwrap().tool.as_deref(), Some("Bash"));
+        let error = outcome.error.unwrap();
+        assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(1)));
+        // A result that reports the interrupt has no tool of its own.
+        let error = replay("sigint").1.error.unwrap();
+        assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(3)));
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
     }
 
@@ -393,7 +415,10 @@ mod tests {
         assert_eq!(run(&all, true), (24_000, 800, 130_000_000), "without the earlier runs");
         assert_eq!(run(&[result("{}")], false), (12_000, 400, 120_000_000));
         // A recording without the share of its result counts the same.
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/agents/recordings/claude/agent_fg.stdout.jsonl");
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests/agents/recordings/claude/agent_fg.stdout.jsonl"
+        );
         let text = std::fs::read_to_string(path).unwrap().replace("model_usage_since_last_result", "other");
         let lines: Vec<String> = text.lines().map(str::to_owned).collect();
         let whole = replay("agent_fg").1;

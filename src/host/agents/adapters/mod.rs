@@ -142,7 +142,7 @@ fn scrub_and_truncate(text: &str, max: usize) -> String {
     preview::truncate(&preview::scrub(text), max)
 }
 
-/// The error of a run that reported none itself.
+/// The error of a run that reported none itself. [`run::Run::outcome`] adds the tool and the turn.
 fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
         Exit::Code(0) => ("NoResult", "the agent ended without a result".to_owned()),
