@@ -39,6 +39,8 @@ case $prompt in
     trap '' TERM
     echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
     setsid sh -c 'echo $$ > sleeper.pid; exec sleep 300' & sleep 300 ;;
+  interrupt*) trap 'echo "{\"type\":\"usage\",\"tokensIn\":5,\"tokensOut\":1,\"cost\":0.02}"; exit 0' INT
+    echo $$ > sleeping.pid; sleep 300 ;;
   flood*) yes & sleep 0.2
     echo '{"type":"result","status":"success","text":"flooded"}' ;;
   hold*) while [ ! -e go ]; do sleep 0.05; done
@@ -220,6 +222,8 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     let host = host.restart()?;
     let (status, again) = request_dispatch(&host, body).await?;
     assert_eq!((status.as_u16(), &again["dispatches"][0]["interaction"]), (202, &recorded));
+    let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
+    assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     let (_, resumed) = send_json(host.owner(Method::GET, "/api/dispatch/one/events")).await?;
     assert_eq!(kinds(&events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
     until_logged(&host, "dispatch one: coder runs for user_owner as process").await
@@ -340,15 +344,13 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
-    // Another user has a separate limit, and a free model is never limited.
+    // Another user has a separate limit. A request for a free model is limited: the agent may use another one.
     assert_eq!(
         request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
         StatusCode::ACCEPTED
     );
-    assert_eq!(
-        request_dispatch(&host, json!({ "prompt": "nothing", "model": "free", "id": "f" })).await?.0,
-        StatusCode::ACCEPTED
-    );
+    let (status, refused) = request_dispatch(&host, json!({ "prompt": "nothing", "model": "free" })).await?;
+    assert_eq!((status.as_u16(), &refused["code"]), (429, &json!("cost_limit_reached")));
     host.machine.write("home/svc/home/go", "")?;
     let (_, held) = send_json(host.owner(Method::GET, "/api/dispatch/held/events")).await?;
     let held = events(held.as_str().context("events")?);
@@ -362,15 +364,15 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
 }
 
 #[tokio::test]
-async fn tokens_are_priced_by_the_table() -> Result<()> {
+async fn tokens_are_priced_by_the_model_that_ran() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
-    let streamed = stream(&host, json!({ "prompt": "tokens", "id": "t" })).await?;
-    assert_eq!(
-        streamed.last().context("a result")?.1["interaction"]["cost"],
-        json!(3),
-        "1M × $2 + 0.1M × $10"
-    );
+    for body in [json!({ "prompt": "tokens" }), json!({ "prompt": "tokens", "model": "free" })] {
+        let streamed = stream(&host, body).await?;
+        let interaction = &streamed.last().context("a result")?.1["interaction"];
+        assert_eq!(interaction["cost"], json!(3), "1M × $2 + 0.1M × $10");
+        assert_eq!(interaction["model"], "m-1");
+    }
     Ok(())
 }
 

@@ -12,9 +12,10 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::dispatch::{
-    events, kinds, machine, request_dispatch, stream, until_finished, until_recorded, until_running,
+    CONFIG, config, events, kinds, machine, request_dispatch, stream, until_finished, until_recorded,
+    until_running,
 };
-use super::host::send_json;
+use super::host::{Host, send_json};
 
 /// A fake svc-watch that passes on the phase and dispatch of each message.
 fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
@@ -170,6 +171,36 @@ async fn batch_never_blocks_on_its_own_queued_entries() -> Result<()> {
     Ok(())
 }
 
+/// The limit is raised before the restart, so that only the journal can keep the entry from running.
+#[tokio::test]
+async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
+    let limits = |daily: f64| {
+        json!({ "costLimits": { "daily": daily, "reservation": 0.1 },
+            "dispatch": { "defaultAgent": "coder", "concurrency": 2 } })
+    };
+    let (machine, _runner) = machine(&limits(0.25))?;
+    let host = machine.start()?;
+    let batch = json!([{ "prompt": "hold" }, { "prompt": "ok" }, { "prompt": "ok" }]);
+    request_dispatch(&host, json!({ "id": "b", "batch": batch })).await?;
+    let status = async |host: &Host| {
+        let (_, shown) = host.get("/api/dispatch/b.2").await?;
+        Ok::<_, anyhow::Error>(shown["dispatches"][0]["status"].clone())
+    };
+    host.until("the last entry is refused", async || Ok(status(&host).await? == "refused")).await?;
+    host.machine.write(CONFIG, &config(&limits(100.0)))?;
+    let host = host.restart()?;
+    assert_eq!(until_recorded(&host, "b.0").await?["error"]["name"], "Interrupted");
+    let (_, streamed) = send_json(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
+    assert_eq!(kinds(&events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
+    assert_eq!(status(&host).await?, "refused");
+    let (_, page) = host.get("/api/interactions?batchId=b&limit=10").await?;
+    assert_eq!(page["interactions"].as_array().map(Vec::len), Some(2), "{page}");
+    host.until("the journal is empty", async || {
+        Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
+    })
+    .await
+}
+
 #[tokio::test]
 async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
@@ -228,7 +259,7 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let host = machine.start()?;
     let body =
         json!({ "id": "b", "batch": [{ "prompt": "ok 1" }, { "prompt": "fail" }, { "prompt": "ok 3" }] });
-    let streamed = stream(&host, body).await?;
+    let streamed = stream(&host, body.clone()).await?;
     assert_eq!(streamed.last().map(|(kind, _)| kind.as_str()), Some("done"));
     let mut results: Vec<(u64, &str)> = streamed
         .iter()
@@ -243,6 +274,10 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let host = host.restart()?;
     let (_, shown) = host.get("/api/dispatch/b").await?;
     assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));
+    assert_eq!(request_dispatch(&host, body).await?.0, StatusCode::ACCEPTED, "the same request");
+    let other = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
+    let (status, refused) = request_dispatch(&host, other).await?;
+    assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     for one in shown["dispatches"].as_array().context("dispatches")? {
         assert_eq!(
             (&one["interaction"]["batch"], &one["interaction"]["batchId"]),

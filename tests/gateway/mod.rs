@@ -17,6 +17,8 @@ mod bridge_write;
 
 mod described;
 mod dispatch;
+mod dispatch_conversation;
+mod dispatch_cost;
 mod dispatch_queue;
 pub mod host;
 mod identity;

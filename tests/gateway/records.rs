@@ -163,6 +163,13 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     let shown = get(&host, "/api/limits").await?;
     assert_eq!(shown["daily"]["limit"], json!(0.5));
     assert!(shown["mistake"].as_str().is_some_and(|mistake| mistake.contains("line 1")), "{shown}");
+    host.machine.write(CONFIG, r#"{"costLimits": {"dailly": 3}}"#)?;
+    let shown = get(&host, "/api/limits").await?;
+    assert_eq!(shown["daily"]["limit"], json!(0.5));
+    assert!(
+        shown["mistake"].as_str().is_some_and(|mistake| mistake.contains("costLimits.dailly")),
+        "{shown}"
+    );
     // The day follows the owner's time zone: in another zone another day counts.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": 1, "timeZone": "Pacific/Kiritimati"}}"#)?;
     let shown = get(&host, "/api/limits").await?;

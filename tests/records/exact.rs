@@ -52,12 +52,14 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         tokens_out: (random >> 24) % 8_000,
         // Includes costs of zero and of a billionth of a dollar.
         cost: Dollars::from_nanos(if random.is_multiple_of(7) { 0 } else { (random >> 32) % 3_000_000_000 }),
+        cost_estimated: false,
         duration_ms: 5,
         tools: Vec::new(),
         status: Status::Success,
         error: None,
         batch: false,
         batch_id: None,
+        fingerprint: None,
     };
     (day, one)
 }

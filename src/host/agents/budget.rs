@@ -26,6 +26,12 @@ pub struct Reservation {
     amount: Dollars,
 }
 
+impl Reservation {
+    pub fn amount(&self) -> Dollars {
+        self.amount
+    }
+}
+
 impl Drop for Reservation {
     fn drop(&mut self) {
         let mut reserved = self.kernel.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -107,7 +113,8 @@ impl Kernel {
         })
     }
 
-    /// Reserves the amount for one more dispatch of this user; zero for a free model.
+    /// Reserves the amount for one more dispatch of this user. The model that will run is unknown until it has run, so
+    /// that a requested model without a price is no exception.
     ///
     /// # Errors
     /// The records are still being read; the inner error is the limit that was reached.
@@ -115,9 +122,8 @@ impl Kernel {
         self: &Arc<Self>,
         user: &str,
         settings: &Settings,
-        is_free: bool,
     ) -> Result<Result<Reservation, LimitReached>, Problem> {
-        self.reserve_at(Timestamp::now(), user, settings, is_free)
+        self.reserve_at(Timestamp::now(), user, settings)
     }
 
     fn reserve_at(
@@ -125,13 +131,12 @@ impl Kernel {
         now: Timestamp,
         user: &str,
         settings: &Settings,
-        is_free: bool,
     ) -> Result<Result<Reservation, LimitReached>, Problem> {
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let aside = reserved.get(user).copied().unwrap_or_default();
         let spent = self.spent_beside(user, settings, now, aside)?;
-        let amount = if is_free { Dollars::ZERO } else { settings.limits.reservation };
-        if !is_free && let Err(period) = check_limits(settings.limits, &spent) {
+        let amount = settings.limits.reservation;
+        if let Err(period) = check_limits(settings.limits, &spent) {
             let resets_at = match period {
                 Period::Daily => settings.calendar.next_day(now),
                 Period::Monthly => settings.calendar.next_month(now),
@@ -150,13 +155,8 @@ impl Kernel {
     }
 
     /// Reserves the amount for a dispatch that was accepted before a restart, regardless of the limits.
-    pub fn restore_reservation(
-        self: &Arc<Self>,
-        user: &str,
-        settings: &Settings,
-        is_free: bool,
-    ) -> Reservation {
-        let amount = if is_free { Dollars::ZERO } else { settings.limits.reservation };
+    pub fn restore_reservation(self: &Arc<Self>, user: &str, settings: &Settings) -> Reservation {
+        let amount = settings.limits.reservation;
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         if amount > Dollars::ZERO {
             *reserved.entry(user.to_owned()).or_default() += amount;
@@ -252,12 +252,14 @@ mod tests {
             tokens_in: 0,
             tokens_out: 0,
             cost: Dollars::from_nanos(cents * 10_000_000),
+            cost_estimated: false,
             duration_ms: 0,
             tools: Vec::new(),
             status: Status::Success,
             error: None,
             batch: false,
             batch_id: None,
+            fingerprint: None,
         };
         kernel.record(&one).unwrap();
     }
@@ -265,7 +267,7 @@ mod tests {
     /// Whether a dispatch may start at this time; the error is the time at which the limit resets.
     fn asked(kernel: &Arc<Kernel>, at: &str) -> Result<(), String> {
         let settings = kernel.settings();
-        match kernel.reserve_at(at.parse().unwrap(), "ada", &settings, false).unwrap() {
+        match kernel.reserve_at(at.parse().unwrap(), "ada", &settings).unwrap() {
             Ok(_) => Ok(()),
             Err(reached) => Err(format!("{} {}", reached.period.word(), rfc3339_ms(reached.resets_at))),
         }

@@ -4,6 +4,7 @@
 pub mod adapters;
 pub mod bridge_tokens;
 pub mod budget;
+mod config_names;
 pub mod dispatch;
 pub mod kernel;
 pub mod live_settings;

@@ -13,6 +13,7 @@ use nix::fcntl::OFlag;
 use serde::Deserialize;
 
 use super::adapters::settings::{AgentFile, AgentSettings, DispatchFile, Price};
+use super::config_names::check_names;
 use crate::records::calendar::Calendar;
 use crate::records::limits::Limits;
 use crate::records::money::Dollars;
@@ -86,6 +87,13 @@ impl Settings {
     /// # Errors
     /// The mistake, in a sentence that quotes no value.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
+        let settings = Self::parse_known(text)?;
+        check_names(text)?;
+        Ok(settings)
+    }
+
+    /// Ignores unknown names.
+    fn parse_known(text: &[u8]) -> Result<Self, String> {
         let file: ConfigFile = serde_json::from_slice(text).map_err(|error| {
             let kind =
                 if error.is_data() { "a setting has another form than it should" } else { "it is no JSON" };
@@ -111,9 +119,10 @@ impl Settings {
         parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::last_good(good) })
     }
 
-    /// The last good settings, or the default.
+    /// The last good settings, or the default. They may have been good for an earlier release, which ignored unknown
+    /// names.
     pub fn last_good(good: &Path) -> Self {
-        let kept = read_config_file(good).ok().flatten().and_then(|text| Self::parse(&text).ok());
+        let kept = read_config_file(good).ok().flatten().and_then(|text| Self::parse_known(&text).ok());
         kept.unwrap_or_default()
     }
 }
@@ -164,6 +173,18 @@ mod tests {
         std::fs::write(&good, zone("Europe/Berlin")).unwrap();
         std::fs::remove_file(&file).unwrap();
         assert_eq!(day(), ("2026-11-20".to_owned(), false));
+    }
+
+    #[test]
+    fn unknown_name_keeps_the_last_good_settings() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, good) = (dir.path().join("config.json"), dir.path().join("good.json"));
+        std::fs::write(&file, r#"{"costLimits": {"dailly": 1}}"#).unwrap();
+        // An earlier release took this file for a good one.
+        std::fs::write(&good, r#"{"costLimits": {"daily": 5, "note": "x"}}"#).unwrap();
+        let settings = Settings::load(&file, &good);
+        assert_eq!(settings.limits.daily, Dollars::from_nanos(5_000_000_000));
+        assert!(settings.mistake.is_some_and(|mistake| mistake.contains("costLimits.dailly")));
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -20,8 +21,11 @@ pub const SOCKET: &str = "agent.sock";
 pub const MAX_LINE_BYTES: usize = 8 << 20;
 /// Maximum bytes of a frame: an order with its prompt, or a line.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
+/// Time between SIGINT and SIGTERM of an agent. Claude Code prints its cost within 0.3 s after SIGINT, and never after
+/// SIGTERM.
+pub const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
 /// Time between SIGTERM and SIGKILL of an agent.
-pub const GRACE: std::time::Duration = std::time::Duration::from_secs(5);
+pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
 
 /// One run of an agent.
 #[derive(Clone, Serialize, Deserialize)]
@@ -59,6 +63,9 @@ pub struct Ended {
     /// The usage from the program's session files, if it has any.
     #[serde(rename = "used", default)]
     pub usage: Option<SessionUsage>,
+    /// Whether the program resumed an earlier conversation.
+    #[serde(default)]
+    pub is_resumed: bool,
 }
 
 /// Frames of the gateway.
@@ -205,6 +212,7 @@ mod tests {
                 exit: Exit::Signal(9),
                 stderr_tail: "no".to_owned(),
                 usage: Some(SessionUsage::default()),
+                is_resumed: true,
             }),
             FromRunner::Refused("why".to_owned()),
         ];

@@ -1,4 +1,4 @@
-//! Lines of the records, as in part 2 of the specification, with an additional `id` and `version`.
+//! Lines of the records, as in part 2 of the specification, with additional members such as `id` and `version`.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -24,6 +24,9 @@ pub struct Interaction {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub cost: Dollars,
+    /// The run was cut off before it reported a cost: `cost` is the amount that was reserved for it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub cost_estimated: bool,
     pub duration_ms: u64,
     pub tools: Vec<Tool>,
     pub status: Status,
@@ -32,6 +35,9 @@ pub struct Interaction {
     pub batch: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_id: Option<String>,
+    /// A digest of its request, to detect an ID that is used again for another one; not in older records.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fingerprint: Option<String>,
 }
 
 impl Interaction {
@@ -45,7 +51,7 @@ pub enum Status {
     Error,
 }
 
-/// A tool call of an agent, without its result.
+/// A tool call of an agent, without its output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Tool {
@@ -54,6 +60,9 @@ pub struct Tool {
     /// The start of its input, without secrets.
     pub input_preview: String,
     pub status: Status,
+    /// The start of the error that the call returned, without secrets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// The error of a failed dispatch.
@@ -188,12 +197,13 @@ mod tests {
         let line = json!({
             "version": 1, "id": "01", "timestamp": "2026-11-22T01:02:03.456Z", "senderId": "user_1", "conversationId": "c",
             "model": "m", "agentName": "coder", "tokensIn": 10, "tokensOut": 20, "cost": 0.0125, "durationMs": 7,
-            "tools": [{"name": "Bash", "durationMs": 3, "inputPreview": "ls", "status": "error"}], "status": "error",
+            "tools": [{"name": "Bash", "durationMs": 3, "inputPreview": "ls", "status": "error",
+                "error": "Exit code 3"}], "status": "error",
             "error": {"name": "ToolError", "message": "no", "stack": "at x", "tool": "Bash", "turn": 2},
-            "batch": true, "batchId": "b",
+            "batch": true, "batchId": "b", "fingerprint": "0f",
         });
         let entry: Interaction = serde_json::from_value(line.clone()).unwrap();
-        assert_eq!(entry.cost, Dollars::from_nanos(12_500_000));
+        assert_eq!((entry.cost, entry.cost_estimated), (Dollars::from_nanos(12_500_000), false));
         assert_eq!(serde_json::to_value(&entry).unwrap(), line);
         let line = json!({
             "version": 1, "timestamp": "2026-11-22T01:02:03.456Z", "op": "mkdir", "path": "apps/notes", "sizeBytes": 0,

@@ -3,7 +3,7 @@
 //! A dispatch starts while the user's spending plus reservations are below the limit; then an amount is reserved for
 //! it. So a limit is exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::money::Dollars;
 
@@ -34,7 +34,7 @@ impl Default for Limits {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[derive(strum::IntoStaticStr)]
 #[strum(serialize_all = "lowercase")]

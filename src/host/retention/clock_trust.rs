@@ -1,8 +1,14 @@
 //! Decides whether the system clock is trusted, from earlier readings and the time since boot. Pure, apart from its file.
 //!
 //! A clock set weeks ahead would expire every record at once. After a jump, the earlier time is used until the new one
-//! has been stable for a day. After a boot, the clock is trusted: `time-sync.target` has synchronized it.
+//! has been stable for a day. NTP corrects a clock in less than an hour, so a wrong clock is not stable for that long
+//! unless the machine has no time server.
+//!
+//! A boot also ends at a jump if the clock is more than a day ahead of the last check, or, without an earlier check, of
+//! the last write to a record: `time-sync.target` is reached even if no time server answers. A machine that was off for
+//! weeks therefore expires its records one day after it was switched on.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use jiff::Timestamp;
@@ -20,6 +26,8 @@ const MAX_DRIFT_SECONDS: i64 = 900;
 pub struct Reading {
     pub clock: i64,
     pub up: i64,
+    /// The last write to a record, if there is any.
+    pub last_write: Option<i64>,
 }
 
 /// The state kept between checks.
@@ -46,26 +54,56 @@ pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState
     let started = now.clock - now.up;
     let is_near = |other: i64| (started - other).abs() <= MAX_DRIFT_SECONDS;
     let believed = (now.clock, ClockState { started, up: now.up, doubted: None });
-    let Some(state) = state.filter(|state| state.up <= now.up && !is_near(state.started)) else {
-        return believed;
+    let (expected, doubted) = match state {
+        Some(state) if state.up <= now.up => {
+            if is_near(state.started) {
+                return believed;
+            }
+            (state.started, state.doubted)
+        }
+        // The first check, or a boot: at least the time since boot has passed since the last check.
+        _ => {
+            let expected = state.map(|state| state.started + state.up);
+            let Some(expected) = expected.or(now.last_write.map(|last| last - now.up)) else {
+                return believed;
+            };
+            if started - expected <= DAY_SECONDS {
+                return believed;
+            }
+            (expected, None)
+        }
     };
     let since_up =
-        state.doubted.filter(|doubted| is_near(doubted.started)).map_or(now.up, |doubted| doubted.since_up);
+        doubted.filter(|doubted| is_near(doubted.started)).map_or(now.up, |doubted| doubted.since_up);
     if now.up - since_up >= DAY_SECONDS {
         return believed;
     }
     let doubted = Some(UntrustedClock { started, since_up });
-    (now.clock.min(state.started + now.up), ClockState { started: state.started, up: now.up, doubted })
+    (now.clock.min(expected + now.up), ClockState { started: expected, up: now.up, doubted })
 }
 
-/// Returns the time to use for expiry. `file` holds the state of earlier checks.
-pub fn trusted_time(file: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
+/// The last modification of a file in this directory, in seconds; `None` if there is none.
+fn last_write(dir: &Path) -> Result<Option<i64>, FileError> {
+    let mut last = None;
+    for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))? {
+        let path = entry.map_err(FileError::at("read", dir))?.path();
+        let meta = std::fs::symlink_metadata(&path).map_err(FileError::at("stat", &path))?;
+        if meta.is_file() {
+            last = last.max(Some(meta.mtime()));
+        }
+    }
+    Ok(last)
+}
+
+/// Returns the time to use for the expiry of the records in `logs`. `file` holds the state of earlier checks.
+pub fn trusted_time(file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     // The unit hides other files with the uptime.
     let own = ProcessStat::of_this_process().map_err(FileError::at("read", Path::new("/proc/self/stat")))?;
     let up = (own.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
-    let (believed, new_state) = assess_clock(state, Reading { clock: clock.as_second(), up });
+    let reading = Reading { clock: clock.as_second(), up, last_write: last_write(logs)? };
+    let (believed, new_state) = assess_clock(state, reading);
     fsx::write_atomic(file, &serde_json::to_vec(&new_state).expect("plain fields are JSON"), 0o600)?;
     if believed < clock.as_second() {
         tracing::warn!(%clock, believed, "the clock has jumped: fewer records expire until it has been stable for a day");
@@ -80,7 +118,8 @@ mod tests {
     const START: i64 = 1_795_000_000;
 
     fn at(hours_up: i64, ahead: i64) -> Reading {
-        Reading { clock: START + hours_up * 3600 + ahead * DAY_SECONDS, up: hours_up * 3600 }
+        let up = hours_up * 3600;
+        Reading { clock: START + up + ahead * DAY_SECONDS, up, last_write: None }
     }
 
     /// Days by which the trusted clock is ahead at each check.
@@ -106,27 +145,49 @@ mod tests {
     }
 
     #[test]
-    fn trusts_earlier_clock_and_boot_at_once() {
+    fn trusts_earlier_clock_and_short_boot_at_once() {
         assert_eq!(ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
-        let again = Reading { clock: START + 90 * DAY_SECONDS, up: 60 };
-        assert_eq!(ahead(&[at(30, 0), again]), [0, 89], "the machine was off for weeks");
-        assert_eq!(ahead(&[at(1, 40)]), [40], "no earlier reading");
-        let Reading { clock, up } = at(2, 0);
-        let (believed, new_state) =
-            assess_clock(Some(assess_clock(None, at(1, 0)).1), Reading { clock: clock + 600, up });
+        let booted = Reading { clock: START + 31 * 3600, up: 60, last_write: None };
+        assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
+        assert_eq!(ahead(&[at(1, 40)]), [40], "neither an earlier reading nor a record");
+        let Reading { clock, up, .. } = at(2, 0);
+        let step = Reading { clock: clock + 600, up, last_write: None };
+        let (believed, new_state) = assess_clock(Some(assess_clock(None, at(1, 0)).1), step);
         assert_eq!((believed, new_state.doubted), (clock + 600, None), "a small step is not a jump");
+    }
+
+    #[test]
+    fn boot_far_ahead_is_trusted_after_a_day() {
+        let before = assess_clock(None, at(30, 0)).1;
+        let booted = |up: i64| Reading { clock: START + 90 * DAY_SECONDS + up, up, last_write: Some(START) };
+        let last = START + 30 * 3600;
+        let (believed, state) = assess_clock(Some(before), booted(60));
+        assert_eq!(believed, last + 60, "the machine was off for weeks, or its clock is wrong");
+        let (believed, state) = assess_clock(Some(state), booted(DAY_SECONDS));
+        assert_eq!(believed, last + DAY_SECONDS);
+        let (believed, state) = assess_clock(Some(state), booted(60 + DAY_SECONDS));
+        assert_eq!((believed, state.doubted), (booted(60 + DAY_SECONDS).clock, None));
+        // A lost state file: the records show the last time.
+        let (believed, _) = assess_clock(None, booted(60));
+        assert_eq!(believed, START);
+        let recent = Reading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
+        assert_eq!(assess_clock(None, recent).0, recent.clock);
     }
 
     #[test]
     fn persists_state_and_ignores_damaged_file() {
         let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("clock.json");
+        let (file, logs) = (dir.path().join("clock.json"), dir.path().join("logs"));
+        std::fs::create_dir(&logs).unwrap();
         let now = Timestamp::now();
-        assert_eq!(trusted_time(&file, now).unwrap().as_second(), now.as_second());
+        assert_eq!(trusted_time(&file, &logs, now).unwrap().as_second(), now.as_second());
         let ahead = now.checked_add(jiff::SignedDuration::from_hours(24 * 40)).unwrap();
         let days = |at: Timestamp| (at.as_second() - now.as_second()) / DAY_SECONDS;
-        assert_eq!(days(trusted_time(&file, ahead).unwrap()), 0);
+        assert_eq!(days(trusted_time(&file, &logs, ahead).unwrap()), 0);
         std::fs::write(&file, "{").unwrap();
-        assert_eq!(days(trusted_time(&file, ahead).unwrap()), 40);
+        assert_eq!(days(trusted_time(&file, &logs, ahead).unwrap()), 40);
+        std::fs::write(&file, "{").unwrap();
+        std::fs::write(logs.join("activity.log"), "").unwrap();
+        assert!(days(trusted_time(&file, &logs, ahead).unwrap()) < 40, "a record was written just now");
     }
 }

@@ -87,7 +87,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
         }
         failpoint::pass("heartbeat.rotated").or_exit(Exit::Internal)
     });
-    let believed = clock_trust::trusted_time(&layout.heartbeat_clock(), now);
+    let believed = clock_trust::trusted_time(&layout.heartbeat_clock(), &logs, now);
     let expired = believed.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
     let expired = expired.and_then(|names| {
         if !names.is_empty() {
@@ -108,4 +108,32 @@ async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<(), Fa
     })?;
     tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured");
     failpoint::pass("heartbeat.measured").or_exit(Exit::Internal)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_machine_expires_its_last_records() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let (logs, now) = (layout.logs(), Timestamp::now());
+        std::fs::create_dir_all(&logs).unwrap();
+        let old = logs.join("interactions-2020-01-01.jsonl");
+        std::fs::write(&old, "{}\n").unwrap();
+        std::fs::write(layout.logs().join("interactions-2020-01-02.jsonl"), "{}\n").unwrap();
+        let files = || std::fs::read_dir(&logs).unwrap().count();
+        let check = |days: i64| {
+            let now = now.checked_add(jiff::SignedDuration::from_hours(24 * days)).unwrap();
+            assert!(rotate_and_expire(&layout, &Calendar::utc(), now).is_ok());
+        };
+        check(0);
+        assert_eq!(files(), 0, "no newer record has to be written first");
+        // A clock that jumps ahead deletes nothing.
+        std::fs::write(logs.join(format!("interactions-{}.jsonl", Calendar::utc().day(now))), "{}\n")
+            .unwrap();
+        check(400);
+        assert_eq!(files(), 1);
+    }
 }

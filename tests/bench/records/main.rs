@@ -59,12 +59,14 @@ fn event(n: u64) -> Interaction {
         tokens_in: 1000 + n % 9000,
         tokens_out: 100 + n % 900,
         cost: Dollars::from_nanos(10_000_001 + n % 80_000_000),
+        cost_estimated: false,
         duration_ms: 1000 + n % 9000,
         tools: Vec::new(),
         status: Status::Success,
         error: None,
         batch: false,
         batch_id: None,
+        fingerprint: None,
     };
     let length = serde_json::to_vec(&event).map_or(0, |line| line.len() + 1);
     event.conversation_id = "c".repeat(EVENT_BYTES.saturating_sub(length));

@@ -112,7 +112,8 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
         any::<i32>().prop_map(|code| FromRunner::Ended(Ended {
             exit: Exit::Code(code),
             stderr_tail: "no".to_owned(),
-            usage: None
+            usage: None,
+            is_resumed: code % 2 == 0,
         })),
     ];
     prop::collection::vec(frame, 1..6).prop_map(|frames| {

@@ -1,8 +1,11 @@
 //! Claude Code: parses the output of `claude -p --output-format stream-json --verbose`. Its format is documented in
 //! `tests/agents/README.md`, with the recordings that test this adapter.
 //!
-//! `total_cost_usd` accumulates over resumed conversations. The cost of a run is therefore the sum of
-//! `model_usage_since_last_result` over its results; background work causes several results.
+//! `total_cost_usd` and `modelUsage` accumulate over results and over resumed conversations. The usage of a run is
+//! therefore the sum of `model_usage_since_last_result` over its results; background work causes several results.
+//!
+//! Earlier releases, such as 2.1.197, print no such share. Their last `modelUsage` counts, which includes subagents; of
+//! a resumed conversation, whose earlier share is unknown, the tokens in `usage`, which omits them.
 
 use std::collections::BTreeMap;
 
@@ -43,6 +46,8 @@ struct Line {
     usage: Option<Usage>,
     #[serde(default)]
     model_usage_since_last_result: Option<BTreeMap<String, ModelUsage>>,
+    #[serde(default, rename = "modelUsage")]
+    model_usage: Option<BTreeMap<String, ModelUsage>>,
 }
 
 #[derive(Deserialize)]
@@ -89,6 +94,29 @@ struct ModelUsage {
     cost_usd: Option<f64>,
 }
 
+/// The sum over all models.
+#[derive(Clone, Copy)]
+struct Totals {
+    tokens_in: u64,
+    tokens_out: u64,
+    cost: Dollars,
+}
+
+impl Totals {
+    fn of(models: &BTreeMap<String, ModelUsage>) -> Self {
+        let none = Self { tokens_in: 0, tokens_out: 0, cost: Dollars::ZERO };
+        models.values().fold(none, |all, usage| {
+            let tokens_in =
+                [usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens];
+            Self {
+                tokens_in: all.tokens_in.saturating_add(sum(tokens_in)),
+                tokens_out: all.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
+                cost: all.cost + dollars(usage.cost_usd.unwrap_or_default()),
+            }
+        })
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum Block {
@@ -105,6 +133,8 @@ enum Block {
         tool_use_id: String,
         #[serde(default)]
         is_error: bool,
+        #[serde(default)]
+        content: Value,
     },
     #[serde(other)]
     Other,
@@ -115,6 +145,11 @@ enum Block {
 pub struct Claude {
     /// Includes the tokens and cost of its results.
     run: Run,
+    /// The usage of the whole conversation, of releases that print no share of each result.
+    conversation: Option<Totals>,
+    /// The tokens of the main loop that such releases print with each result.
+    main_loop: (u64, u64),
+    is_resumed: bool,
     turn_end: Option<TurnEnd>,
     /// Input tokens per model message since the last result: all that is known of an interrupted run. Output tokens are
     /// only reported at the end.
@@ -139,15 +174,23 @@ impl Adapter for Claude {
         }
     }
 
+    fn set_resumed(&mut self) {
+        self.is_resumed = true;
+    }
+
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        let interrupted_tool = self.run.tools.close(at_ms);
         let error = match (self.turn_end.take(), exit) {
             (Some(TurnEnd { error: None }), Exit::Code(0)) => None,
             (Some(TurnEnd { error: Some(error) }), _) => Some(error),
-            _ => Some(DispatchError { tool: interrupted_tool, ..exit_failure(exit, stderr_tail) }),
+            _ => Some(exit_failure(exit, stderr_tail)),
         };
         self.run.add_tokens(self.input_tokens.values().fold(0, |all, one| all.saturating_add(*one)), 0);
-        self.run.outcome(error)
+        let (tokens_in, tokens_out) = match self.conversation.take() {
+            Some(all) if !self.is_resumed => (all.tokens_in, all.tokens_out),
+            _ => self.main_loop,
+        };
+        self.run.add_tokens(tokens_in, tokens_out);
+        self.run.outcome(at_ms, error)
     }
 }
 
@@ -174,15 +217,17 @@ impl Claude {
         for block in blocks {
             events.extend(match serde_json::from_value(block).unwrap_or(Block::Other) {
                 Block::Text { text } if is_assistant && line.parent_tool_use_id.is_none() => {
-                    self.run.text = Some(text.clone());
+                    self.run.set_text(&text);
                     Some(Event::Text { text })
                 }
                 Block::ToolUse { id, name, input } if is_assistant => {
                     self.run.tools.start(at_ms, &id, &name, &input)
                 }
-                Block::ToolResult { tool_use_id, is_error } => {
-                    let status = if is_error { Status::Error } else { Status::Success };
-                    self.run.tools.end(at_ms, &tool_use_id, status)
+                Block::ToolResult { tool_use_id, is_error: false, .. } => {
+                    self.run.tools.end(at_ms, &tool_use_id, Status::Success, None)
+                }
+                Block::ToolResult { tool_use_id, content, .. } => {
+                    self.run.tools.end(at_ms, &tool_use_id, Status::Error, Some(&result_text(&content)))
                 }
                 _ => None,
             });
@@ -196,21 +241,21 @@ impl Claude {
         self.run.conversation_id = self.run.conversation_id.take().or(line.session_id);
         let cost = match line.model_usage_since_last_result {
             Some(models) => {
-                for usage in models.values() {
-                    let tokens_in = sum([
-                        usage.input_tokens,
-                        usage.cache_read_input_tokens,
-                        usage.cache_creation_input_tokens,
-                    ]);
-                    self.run.add_tokens(tokens_in, usage.output_tokens.unwrap_or_default());
-                }
-                models.values().map(|usage| dollars(usage.cost_usd.unwrap_or_default())).sum()
+                let share = Totals::of(&models);
+                self.run.add_tokens(share.tokens_in, share.tokens_out);
+                share.cost
             }
-            // Earlier releases report the cost of the whole conversation with each result.
+            // Earlier releases report the usage of the whole conversation with each result.
             None => {
-                let usage = line.usage.unwrap_or_default();
-                self.run.add_tokens(usage.tokens_in(), usage.output_tokens.unwrap_or_default());
-                let total = dollars(line.total_cost_usd.unwrap_or_default());
+                let (usage, (tokens_in, tokens_out)) = (line.usage.unwrap_or_default(), self.main_loop);
+                self.main_loop = (
+                    tokens_in.saturating_add(usage.tokens_in()),
+                    tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
+                );
+                let models = line.model_usage.filter(|models| !models.is_empty());
+                self.conversation = models.as_ref().map(Totals::of).or(self.conversation);
+                let by_model = models.is_some().then_some(self.conversation).flatten().map(|all| all.cost);
+                let total = by_model.unwrap_or_else(|| dollars(line.total_cost_usd.unwrap_or_default()));
                 total.saturating_sub(self.run.cost.unwrap_or_default())
             }
         };
@@ -238,6 +283,16 @@ impl Claude {
         // If any result failed, the run failed.
         let earlier = self.turn_end.take().and_then(|end| end.error);
         self.turn_end = Some(TurnEnd { error: error.or(earlier) });
+    }
+}
+
+/// The text of a tool's result, which is a string or blocks.
+fn result_text(content: &Value) -> String {
+    let text = |block: &Value| block.get("text")?.as_str().map(str::to_owned);
+    match content {
+        Value::String(text) => text.clone(),
+        Value::Array(blocks) => blocks.iter().filter_map(text).collect::<Vec<_>>().join("\n"),
+        _ => String::new(),
     }
 }
 
@@ -284,8 +339,13 @@ mod tests {
         assert_eq!(ends, 7);
         assert!(
             !format!("{events:?}{outcome:?}").contains("File created successfully"),
-            "tool results are not reported"
+            "tool outputs are not reported"
         );
+        assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
+        assert!(outcome.tools[5].error.as_deref().is_some_and(|error| error.contains("not found in file")));
+        assert_eq!(outcome.tools.iter().filter(|tool| tool.error.is_some()).count(), 2);
+        let blocks = serde_json::json!([{"type": "text", "text": "no"}, {"type": "image"}, {"type": "text", "text": "way"}]);
+        assert_eq!((result_text(&blocks), result_text(&Value::Null)), ("no\nway".to_owned(), String::new()));
     }
 
     #[test]
@@ -309,7 +369,11 @@ mod tests {
     #[test]
     fn interrupted_run_names_its_tool_and_counts_input() {
         let (_, outcome) = replay("sigterm");
-        assert_eq!(outcome.error.unwrap().tool.as_deref(), Some("Bash"));
+        let error = outcome.error.unwrap();
+        assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(1)));
+        // A result that reports the interrupt has no tool of its own.
+        let error = replay("sigint").1.error.unwrap();
+        assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(3)));
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
     }
 
@@ -319,6 +383,47 @@ mod tests {
         let (first, resumed) = (replay("session_id").1, replay("resume").1);
         assert_eq!(first.conversation_id, resumed.conversation_id);
         assert_eq!((first.cost, first.tokens_in), (resumed.cost, resumed.tokens_in));
+    }
+
+    /// Releases such as 2.1.197 have only `modelUsage`, which covers the whole conversation.
+    #[test]
+    fn earlier_release_counts_subagents_by_model_usage() {
+        let result = |models: &str| {
+            r#"{"type":"result","subtype":"success","is_error":false,"total_cost_usd":0.12,
+                "usage":{"input_tokens":2000,"cache_read_input_tokens":10000,"output_tokens":400},
+                "modelUsage":MODELS}"#
+                .replace("MODELS", models)
+        };
+        let opus = r#""opus":{"inputTokens":5000,"outputTokens":1000,"cacheReadInputTokens":25000,
+            "cacheCreationInputTokens":15000,"costUSD":0.12}"#;
+        let haiku = r#""haiku":{"inputTokens":10,"outputTokens":2,"costUSD":0.01}"#;
+        let run = |lines: &[String], is_resumed: bool| {
+            let mut claude = Claude::default();
+            for line in lines {
+                claude.parse_line(0, line);
+            }
+            if is_resumed {
+                claude.set_resumed();
+            }
+            let outcome = claude.finish(0, Exit::Code(0), "");
+            (outcome.tokens_in, outcome.tokens_out, outcome.cost.unwrap_or_default().nanos())
+        };
+        let (first, both) = (result(&format!("{{{opus}}}")), result(&format!("{{{opus},{haiku}}}")));
+        assert_eq!(run(std::slice::from_ref(&first), false), (45_000, 1000, 120_000_000));
+        let all = [first, both];
+        assert_eq!(run(&all, false), (45_010, 1002, 130_000_000), "the second covers the first");
+        assert_eq!(run(&all, true), (24_000, 800, 130_000_000), "without the earlier runs");
+        assert_eq!(run(&[result("{}")], false), (12_000, 400, 120_000_000));
+        // A recording without the share of its result counts the same.
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests/agents/recordings/claude/agent_fg.stdout.jsonl"
+        );
+        let text = std::fs::read_to_string(path).unwrap().replace("model_usage_since_last_result", "other");
+        let lines: Vec<String> = text.lines().map(str::to_owned).collect();
+        let whole = replay("agent_fg").1;
+        let (tokens, cost) = ((whole.tokens_in, whole.tokens_out), whole.cost.unwrap_or_default().nanos());
+        assert_eq!(run(&lines, false), (tokens.0, tokens.1, cost));
     }
 
     #[test]

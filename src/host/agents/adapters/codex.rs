@@ -49,6 +49,10 @@ enum ItemKind {
         command: String,
         #[serde(default)]
         status: String,
+        #[serde(default)]
+        aggregated_output: String,
+        #[serde(default)]
+        exit_code: Option<i64>,
     },
     FileChange {
         changes: Value,
@@ -124,13 +128,12 @@ impl Adapter for Codex {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        let interrupted_tool = self.run.tools.close(at_ms);
         let error = match (self.failed.take(), exit) {
             (None, Exit::Code(0)) if self.is_done => None,
             (Some(failed), _) => Some(failed),
-            _ => Some(DispatchError { tool: interrupted_tool, ..exit_failure(exit, stderr_tail) }),
+            _ => Some(exit_failure(exit, stderr_tail)),
         };
-        self.run.outcome(error)
+        self.run.outcome(at_ms, error)
     }
 }
 
@@ -160,18 +163,25 @@ impl Codex {
         let begun = self.started(at_ms, &item);
         let ended = match item.kind {
             ItemKind::AgentMessage { text } => {
-                self.run.text = Some(text.clone());
+                self.run.set_text(&text);
                 Some(Event::Text { text })
             }
-            ItemKind::CommandExecution { status, .. }
-            | ItemKind::FileChange { status, .. }
-            | ItemKind::CollabToolCall { status, .. } => {
-                let status = if status == "completed" { Status::Success } else { Status::Error };
-                self.run.tools.end(at_ms, &item.id, status)
+            ItemKind::CommandExecution { status, aggregated_output, exit_code, .. } => {
+                // Such as Claude Code reports it.
+                let code = exit_code.map(|code| format!("Exit code {code}\n")).unwrap_or_default();
+                self.end_tool(at_ms, &item.id, &status, Some(&(code + &aggregated_output)))
+            }
+            ItemKind::FileChange { status, .. } | ItemKind::CollabToolCall { status, .. } => {
+                self.end_tool(at_ms, &item.id, &status, None)
             }
             ItemKind::Other => None,
         };
         begun.into_iter().chain(ended).collect()
+    }
+
+    fn end_tool(&mut self, at_ms: u64, id: &str, status: &str, output: Option<&str>) -> Option<Event> {
+        let status = if status == "completed" { Status::Success } else { Status::Error };
+        self.run.tools.end(at_ms, id, status, output)
     }
 }
 
@@ -208,7 +218,9 @@ mod tests {
         assert_eq!((outcome.tokens_in, outcome.tokens_out, outcome.cost), (48_000, 1600, None));
         assert_eq!(outcome.tokens_cached, 40_000);
         assert_eq!((outcome.status, outcome.text.as_deref()), (Status::Success, Some("All done.")));
-        assert!(!format!("{events:?}{outcome:?}").contains("three"), "tool results are not reported");
+        assert!(!format!("{events:?}{outcome:?}").contains("three"), "tool outputs are not reported");
+        assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
+        assert_eq!(outcome.tools.iter().filter(|tool| tool.error.is_some()).count(), 1);
     }
 
     #[test]
@@ -246,5 +258,6 @@ mod tests {
         let (_, outcome) = replay("codex", "sigterm", &mut Codex::default());
         let failed = outcome.error.unwrap();
         assert_eq!((&*failed.name, failed.tool.as_deref()), ("Signal", Some("Bash")), "{failed:?}");
+        assert_eq!(failed.turn, Some(1));
     }
 }

@@ -38,19 +38,42 @@ impl AdapterKind {
 
     /// The transcript of a conversation: a directory, and the file's path in one of its subdirectories; `None` if the
     /// program does not expose it.
-    pub fn transcripts(self, home: &Path, conversation_id: &str) -> Option<(PathBuf, String)> {
+    pub fn transcripts(self, place: &StatePlace<'_>, conversation_id: &str) -> Option<(PathBuf, String)> {
         match self {
             Self::ClaudeCode => {
-                Some((home.join(".claude/projects"), format!("{}.jsonl", session_id(conversation_id))))
+                let state = place.of("CLAUDE_CONFIG_DIR", ".claude");
+                Some((state.join("projects"), format!("{}.jsonl", session_id(conversation_id))))
             }
             Self::Codex | Self::JsonLines => None,
         }
     }
 
     /// The directory of Codex's session files (see [`super::codex_sessions`]).
-    pub fn sessions(self, home: &Path, environment: &BTreeMap<String, String>) -> Option<PathBuf> {
-        let own = || environment.get("CODEX_HOME").map_or_else(|| home.join(".codex"), PathBuf::from);
-        (self == Self::Codex).then(|| own().join("sessions"))
+    pub fn sessions(self, place: &StatePlace<'_>) -> Option<PathBuf> {
+        (self == Self::Codex).then(|| place.of("CODEX_HOME", ".codex").join("sessions"))
+    }
+}
+
+/// What decides where a program keeps its state.
+#[derive(Debug, Clone, Copy)]
+pub struct StatePlace<'a> {
+    /// The home if the agent's environment has none.
+    pub home: &'a Path,
+    pub working_dir: &'a Path,
+    /// The agent's environment, from its configuration.
+    pub environment: &'a BTreeMap<String, String>,
+}
+
+impl StatePlace<'_> {
+    /// The directory that a variable names, else this one below the home.
+    fn of(&self, variable: &str, below_home: &str) -> PathBuf {
+        let directory = |name: &str| {
+            let value = self.environment.get(name).filter(|value| !value.is_empty())?;
+            // The program starts in its working directory.
+            Some(self.working_dir.join(value))
+        };
+        directory(variable)
+            .unwrap_or_else(|| directory("HOME").unwrap_or_else(|| self.home.to_owned()).join(below_home))
     }
 }
 
@@ -146,14 +169,30 @@ mod tests {
             (AdapterKind::Codex.launch(&REQUEST, false), AdapterKind::Codex.launch(&REQUEST, true));
         assert_eq!(first.arguments[3..], ["-m", "m", "-"]);
         assert_eq!(again.arguments[3..], ["-m", "m", "resume", "telegram:7", "-"]);
-        let environment = BTreeMap::from([("CODEX_HOME".to_owned(), "/x".to_owned())]);
-        let home = Path::new("/home/svc");
-        assert_eq!(AdapterKind::Codex.sessions(home, &environment), Some("/x/sessions".into()));
-        assert_eq!(
-            AdapterKind::Codex.sessions(home, &BTreeMap::new()),
-            Some("/home/svc/.codex/sessions".into())
-        );
-        assert_eq!(AdapterKind::ClaudeCode.sessions(home, &environment), None);
+    }
+
+    #[test]
+    fn environment_moves_state_of_programs() {
+        let state = |variables: &[(&str, &str)]| {
+            let environment =
+                variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+            let (home, working_dir) = (Path::new("/home/svc"), Path::new("/home/svc/home"));
+            let place = StatePlace { home, working_dir, environment: &environment };
+            assert_eq!(AdapterKind::ClaudeCode.sessions(&place), None);
+            let (transcripts, name) = AdapterKind::ClaudeCode.transcripts(&place, "c").unwrap();
+            assert_eq!(name, format!("{}.jsonl", session_id("c")));
+            (transcripts, AdapterKind::Codex.sessions(&place).unwrap())
+        };
+        for (variables, claude, codex) in [
+            (&[][..], "/home/svc/.claude/projects", "/home/svc/.codex/sessions"),
+            (&[("CODEX_HOME", "/x")], "/home/svc/.claude/projects", "/x/sessions"),
+            (&[("CLAUDE_CONFIG_DIR", "/y")], "/y/projects", "/home/svc/.codex/sessions"),
+            (&[("CLAUDE_CONFIG_DIR", "in")], "/home/svc/home/in/projects", "/home/svc/.codex/sessions"),
+            (&[("HOME", "/h"), ("CODEX_HOME", "")], "/h/.claude/projects", "/h/.codex/sessions"),
+            (&[("HOME", "/h"), ("CLAUDE_CONFIG_DIR", "/y")], "/y/projects", "/h/.codex/sessions"),
+        ] {
+            assert_eq!(state(variables), (claude.into(), codex.into()), "{variables:?}");
+        }
     }
 
     #[test]

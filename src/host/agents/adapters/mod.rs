@@ -65,6 +65,16 @@ pub enum Exit {
     Signal(i32),
 }
 
+impl Exit {
+    /// Whether a signal ended the process; by convention, programs that handle it exit with 128 and its number.
+    pub fn is_by_signal(self) -> bool {
+        match self {
+            Self::Code(code) => code > 128,
+            Self::Signal(_) => true,
+        }
+    }
+}
+
 /// The outcome of a run, as reported by the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
@@ -91,6 +101,10 @@ pub trait Adapter: Send {
     /// Sets the usage from the program's session files, which overrides the printed one. Call before
     /// [`Adapter::finish`].
     fn set_usage(&mut self, _usage: SessionUsage) {}
+
+    /// The program resumed an earlier conversation, whose usage some releases print again. Call before
+    /// [`Adapter::finish`].
+    fn set_resumed(&mut self) {}
 
     /// Ends the run after the process has exited.
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome;
@@ -128,7 +142,7 @@ fn scrub_and_truncate(text: &str, max: usize) -> String {
     preview::truncate(&preview::scrub(text), max)
 }
 
-/// The error of a run that reported none itself.
+/// The error of a run that reported none itself. [`run::Run::outcome`] adds the tool and the turn.
 fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
         Exit::Code(0) => ("NoResult", "the agent ended without a result".to_owned()),

@@ -8,7 +8,7 @@
 //! | `{"type": "started", "conversationId"?, "model"?}` | first |
 //! | `{"type": "text", "text"}` | text of the agent |
 //! | `{"type": "tool", "id", "name", "input"}` | a tool starts |
-//! | `{"type": "toolResult", "id", "status": "success" or "error"}` | the tool ends |
+//! | `{"type": "toolResult", "id", "status": "success" or "error", "error"?}` | the tool ends; `error` is text |
 //! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | added up; `cost` in dollars |
 //! | `{"type": "result", "status", "text"?, "error"?: {"name"?, "message", "stack"?, "tool"?, "turn"?}}` | last |
 
@@ -41,6 +41,7 @@ enum Line {
     ToolResult {
         id: String,
         status: Status,
+        error: Option<String>,
     },
     Usage {
         #[serde(default)]
@@ -93,11 +94,13 @@ impl Adapter for Plain {
                 Some(Event::Started { conversation_id, model })
             }
             Line::Text { text } => {
-                self.run.text = Some(text.clone());
+                self.run.set_text(&text);
                 Some(Event::Text { text })
             }
             Line::Tool { id, name, input } => self.run.tools.start(at_ms, &id, &name, &input),
-            Line::ToolResult { id, status } => self.run.tools.end(at_ms, &id, status),
+            Line::ToolResult { id, status, error } => {
+                self.run.tools.end(at_ms, &id, status, error.as_deref())
+            }
             Line::Usage { tokens_in, tokens_out, cost } => {
                 self.run.add_tokens(tokens_in, tokens_out);
                 if let Some(cost) = cost {
@@ -115,15 +118,14 @@ impl Adapter for Plain {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        let interrupted_tool = self.run.tools.close(at_ms);
         let error = match (self.result.take(), exit) {
             (Some((Status::Success, _)), Exit::Code(0)) => None,
             (Some((Status::Error, error)), _) => {
                 Some(error.unwrap_or_else(|| exit_failure(exit, stderr_tail)))
             }
-            _ => Some(DispatchError { tool: interrupted_tool, ..exit_failure(exit, stderr_tail) }),
+            _ => Some(exit_failure(exit, stderr_tail)),
         };
-        self.run.outcome(error)
+        self.run.outcome(at_ms, error)
     }
 }
 
@@ -184,6 +186,23 @@ mod tests {
             assert_eq!((&*error.name, outcome.status), (name, Status::Error));
             assert!(!format!("{error:?}").contains("hunter2hunter2"), "{error:?}");
             assert_eq!(error.tool.is_some(), lines.first() == Some(&tool));
+            assert_eq!(error.turn, error.tool.is_some().then_some(1));
         }
+    }
+
+    #[test]
+    fn failed_tool_is_recorded_with_its_error() {
+        let (_, outcome) = run(
+            &[
+                r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"make"}}"#,
+                r#"{"type":"toolResult","id":"1","status":"error","error":"no rule, API_KEY=sk-0123456789"}"#,
+                r#"{"type":"text","text":"I give up."}"#,
+                r#"{"type":"result","status":"error","error":{"message":"no way"}}"#,
+            ],
+            Exit::Code(0),
+        );
+        assert_eq!(outcome.tools[0].error.as_deref(), Some("no rule, API_KEY=***"));
+        let error = outcome.error.unwrap();
+        assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(2)));
     }
 }

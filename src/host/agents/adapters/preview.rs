@@ -1,7 +1,8 @@
 //! Previews of tool inputs and messages: their start, without secrets.
 //!
 //! Secrets are recognised by their format, by the name before them, and by value if they are in the agent's
-//! environment. No list of patterns is complete, so previews are short, and tool results are never shown.
+//! environment. No list of patterns is complete, so previews are short, and of tool results only the start of an error
+//! is shown.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -129,6 +130,19 @@ pub fn truncate(text: &str, max: usize) -> String {
         flat.push('…');
     }
     flat
+}
+
+/// The start of an error that a tool returned, on one line and without secrets.
+pub fn preview_error(error: &str, max_bytes: usize) -> String {
+    // Scan more than is shown, so that a secret at the end is recognised.
+    let scanned: String = error.trim().chars().take(MAX_SCANNED_CHARS).collect();
+    let mut text = truncate(&scrub(&scanned), max_bytes);
+    if text.len() > max_bytes {
+        let end = text.floor_char_boundary(max_bytes - '…'.len_utf8());
+        text.truncate(end);
+        text.push('…');
+    }
+    text
 }
 
 /// The most informative field of a tool's input, such as a command, path or query; otherwise all of it as JSON.

@@ -28,9 +28,21 @@ impl Run {
         self.cost = Some(self.cost.unwrap_or_default() + cost);
     }
 
-    /// Ends the run.
-    pub fn outcome(&mut self, error: Option<DispatchError>) -> Outcome {
-        let run = std::mem::take(self);
+    /// Sets the agent's latest text.
+    pub fn set_text(&mut self, text: &str) {
+        self.tools.see_model_output();
+        self.text = Some(text.to_owned());
+    }
+
+    /// Ends the run. An error that names no tool or turn gets the interrupted tool and the last turn.
+    pub fn outcome(&mut self, at_ms: u64, error: Option<DispatchError>) -> Outcome {
+        let mut run = std::mem::take(self);
+        let (interrupted_tool, turn) = (run.tools.close(at_ms), run.tools.turn());
+        let error = error.map(|error| DispatchError {
+            tool: error.tool.or(interrupted_tool),
+            turn: error.turn.or(turn),
+            ..error
+        });
         Outcome {
             conversation_id: run.conversation_id.map(|id| scrub_and_truncate(&id, MAX_ID_CHARS)),
             model: run.model.map(|model| scrub_and_truncate(&model, MAX_ID_CHARS)),

@@ -127,17 +127,22 @@ impl AgentSettings {
         Ok(Self { agents, default_agent, concurrency, prices })
     }
 
-    /// Whether the model is free of charge, so that no cost limit applies.
-    pub fn is_free(&self, model: Option<&str>) -> bool {
-        model.and_then(|model| self.prices.get(model)).is_some_and(|price| price.is_free())
-    }
-
-    /// The cost of a run: as reported by its program, else by the price table for the reported or the requested model;
-    /// `None` if neither is known.
+    /// The cost of a run: as reported by its program, else by the price table for the reported or the requested model,
+    /// which may be an alias of the reported one; `None` if neither is known. A free model that was requested does not
+    /// make another one free.
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
-        let priced = || Some(price(outcome.model.as_deref()).or_else(|| price(requested))?.cost(outcome));
+        let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());
+        let priced = || Some(price(outcome.model.as_deref()).or_else(requested_price)?.cost(outcome));
         outcome.cost.or_else(priced)
+    }
+
+    /// Whether a run that was cut off has reported what [`Self::cost`] needs: its cost or tokens, or a free model.
+    pub fn has_usage(&self, outcome: &Outcome) -> bool {
+        let price = outcome.model.as_ref().and_then(|model| self.prices.get(model));
+        outcome.cost.is_some()
+            || outcome.tokens_in + outcome.tokens_out > 0
+            || price.is_some_and(|price| price.is_free())
     }
 }
 
@@ -273,11 +278,13 @@ mod tests {
         assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::ZERO));
         outcome.cost = Some(Dollars::from_nanos(1));
         assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(1)));
-        assert!(
-            settings.is_free(Some("free"))
-                && !settings.is_free(Some("m"))
-                && !settings.is_free(Some("c"))
-                && !settings.is_free(None)
+        (outcome.cost, outcome.model) = (None, Some("other".to_owned()));
+        assert_eq!(
+            settings.cost(&outcome, Some("free")),
+            None,
+            "the free model was requested, another one ran"
         );
+        outcome.model = None;
+        assert_eq!(settings.cost(&outcome, Some("free")), Some(Dollars::ZERO));
     }
 }

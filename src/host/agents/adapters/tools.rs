@@ -12,11 +12,19 @@ const MAX_NAME_CHARS: usize = 100;
 /// IDs of Claude Code and Codex have about 30 characters. Longer IDs are compared by their start.
 const MAX_ID_CHARS: usize = 200;
 
+/// Maximum bytes of the error of a call, and of all errors of a run.
+const MAX_ERROR_BYTES: usize = 1024;
+const MAX_ERRORS_BYTES: usize = 256 << 10;
+
 /// In the order in which they started.
 #[derive(Debug, Default)]
 pub struct Tools {
     all: Vec<Tool>,
     running: Vec<Running>,
+    error_bytes: usize,
+    turns: u64,
+    /// A tool has ended since the last output of the model, so that the next output begins a turn.
+    has_results: bool,
 }
 
 #[derive(Debug)]
@@ -32,23 +40,32 @@ impl Tools {
         if self.all.len() == MAX_TOOLS || self.running.iter().any(|running| running.id == id) {
             return None;
         }
+        self.see_model_output();
         let input_preview = preview::preview_input(input);
         let event =
             Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
         self.running.push(Running { id, at: self.all.len(), since_ms: at_ms });
         // A tool that never ends has not succeeded.
-        let tool = Tool { name, duration_ms: 0, input_preview, status: Status::Error };
+        let tool = Tool { name, duration_ms: 0, input_preview, status: Status::Error, error: None };
         self.all.push(tool);
         Some(event)
     }
 
-    pub fn end(&mut self, at_ms: u64, id: &str, status: Status) -> Option<Event> {
+    /// Ends a call. `error` is what it returned if it failed.
+    pub fn end(&mut self, at_ms: u64, id: &str, status: Status, error: Option<&str>) -> Option<Event> {
+        self.has_results = true;
         let id = preview::truncate(id, MAX_ID_CHARS);
         let at = self.running.iter().position(|running| running.id == id)?;
         let running = self.running.swap_remove(at);
         let tool = &mut self.all[running.at];
         tool.duration_ms = at_ms.saturating_sub(running.since_ms);
         tool.status = status;
+        let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_ERRORS_BYTES;
+        if let Some(error) = error.filter(|_| status == Status::Error && has_room) {
+            let error = preview::preview_error(error, MAX_ERROR_BYTES);
+            self.error_bytes += error.len();
+            tool.error = Some(error).filter(|error| !error.is_empty());
+        }
         Some(Event::ToolEnded { id, name: tool.name.clone(), status })
     }
 
@@ -62,6 +79,17 @@ impl Tools {
             self.all[running.at].duration_ms = at_ms.saturating_sub(running.since_ms);
         }
         interrupted.map(|at| self.all[at].name.clone())
+    }
+
+    /// Counts the turns of the model: output after the results of tools begins a new one.
+    pub fn see_model_output(&mut self) {
+        self.turns += u64::from(self.turns == 0 || self.has_results);
+        self.has_results = false;
+    }
+
+    /// The turn that the model has reached; `None` before its first output.
+    pub fn turn(&self) -> Option<u64> {
+        (self.turns > 0).then_some(self.turns)
     }
 
     pub fn into_all(self) -> Vec<Tool> {
@@ -83,10 +111,50 @@ mod tests {
             panic!("a tool starts");
         };
         assert!(shown.len() <= MAX_ID_CHARS + 3 && named.len() <= MAX_NAME_CHARS + 3, "{}", shown.len());
-        let Some(Event::ToolEnded { id: ended, .. }) = tools.end(5, &id, Status::Success) else {
+        let Some(Event::ToolEnded { id: ended, .. }) = tools.end(5, &id, Status::Success, None) else {
             panic!("the same tool ends");
         };
         assert_eq!(ended, shown);
         assert_eq!(tools.into_all()[0].duration_ms, 5);
+    }
+
+    #[test]
+    fn errors_are_bounded_and_scrubbed() {
+        let mut tools = Tools::default();
+        let long = format!("Exit code 1\npassword=hunter2hunter2 {}", "é".repeat(4000));
+        for id in ["a", "b", "c"] {
+            tools.start(0, id, "Bash", &Value::Null);
+        }
+        tools.end(1, "a", Status::Error, Some(&long));
+        tools.end(1, "b", Status::Success, Some("not an error"));
+        tools.end(1, "c", Status::Error, Some(""));
+        let all = tools.into_all();
+        let error = all[0].error.as_deref().unwrap();
+        assert!(error.starts_with("Exit code 1 password=*** é") && error.ends_with('…'), "{error}");
+        assert!((1000..=MAX_ERROR_BYTES).contains(&error.len()), "{}", error.len());
+        assert_eq!((&all[1].error, &all[2].error), (&None, &None));
+        let mut tools = Tools::default();
+        for n in 0..MAX_TOOLS {
+            tools.start(0, &n.to_string(), "Bash", &Value::Null);
+            tools.end(1, &n.to_string(), Status::Error, Some(&"x".repeat(1100)));
+        }
+        let bytes: usize = tools.into_all().iter().filter_map(|tool| Some(tool.error.as_ref()?.len())).sum();
+        assert!((MAX_ERRORS_BYTES - MAX_ERROR_BYTES..=MAX_ERRORS_BYTES).contains(&bytes), "{bytes}");
+    }
+
+    #[test]
+    fn turn_begins_with_output_after_results() {
+        let mut tools = Tools::default();
+        assert_eq!(tools.turn(), None);
+        for id in ["a", "b"] {
+            tools.start(0, id, "Bash", &Value::Null);
+        }
+        assert_eq!(tools.turn(), Some(1));
+        for id in ["a", "b"] {
+            tools.end(0, id, Status::Success, None);
+        }
+        tools.see_model_output();
+        tools.start(0, "c", "Bash", &Value::Null);
+        assert_eq!(tools.turn(), Some(2));
     }
 }

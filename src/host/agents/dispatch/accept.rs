@@ -33,8 +33,7 @@ impl Dispatcher {
         }
         self.refuse_while_paused()?;
         let settings = self.kernel.settings();
-        let is_free = settings.agents.is_free(request.entries[0].model.as_deref());
-        let reserved = self.kernel.reserve(&request.sender_id, &settings, is_free)?;
+        let reserved = self.kernel.reserve(&request.sender_id, &settings)?;
         let reservation = reserved.map_err(|reached| refuse(&request.sender_id, &reached))?;
         let id = request.id.clone().unwrap_or_else(DispatchId::generate);
         let (found, all) = build_dispatches(&id, &request, reservation);
@@ -114,6 +113,7 @@ fn build_dispatches(
         accepted_at,
         started_at: None,
         ended: None,
+        refused: None,
     };
     if !request.is_batch {
         let one = Dispatch::new(accepted(id.to_string(), &request.entries[0], None), None, Some(reservation));
@@ -147,7 +147,7 @@ async fn check_same_request(
     found: DispatchTarget,
     request: &DispatchRequest,
 ) -> Result<DispatchTarget, Problem> {
-    // A dispatch restored from its record has no fingerprint.
+    // Records of earlier releases have no fingerprint.
     if !found.fingerprint().is_empty() && found.fingerprint() != request.fingerprint {
         let detail = "This id belongs to another dispatch; use a new one.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));

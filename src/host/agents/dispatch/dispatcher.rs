@@ -24,6 +24,7 @@ use crate::agents::protocol;
 use crate::audit::protocol as audit_protocol;
 use crate::audit::protocol::Message;
 use crate::records::entry::Interaction;
+use crate::records::limits::Period;
 use crate::system::blocking::blocking;
 use crate::system::layout::{BRIDGE_SOCKET, Layout};
 use svc_base::clock;
@@ -170,7 +171,8 @@ impl Dispatcher {
             let mut entries: Vec<Interaction> = found.into_values().collect();
             entries.sort_by_key(|one| entry_index(&one.id));
             let ids: Vec<String> = entries.iter().map(|one| one.id.clone()).collect();
-            let batch = Batch::new(id.to_string(), String::new(), ids, entries.len());
+            let fingerprint = entries.iter().find_map(|one| one.fingerprint.clone()).unwrap_or_default();
+            let batch = Batch::new(id.to_string(), fingerprint, ids, entries.len());
             let restore = |one| Dispatch::from_record(one, Some(Arc::clone(&batch)));
             let entries = entries.into_iter().map(restore).collect();
             DispatchTarget::Recorded(batch, entries)
@@ -236,7 +238,8 @@ impl Dispatcher {
                 let (runner, running) = (Arc::clone(&dispatcher), Arc::clone(&one));
                 if tokio::spawn(async move { runner.run(&running).await }).await.is_err() {
                     // The panic hook has logged the panic.
-                    let interaction = run::without_run(&one, "Internal", "the gateway failed at it");
+                    let interaction =
+                        run::cut_off(&one, "Internal", "the gateway failed at it", one.reserved());
                     dispatcher.end(&one, interaction, None).await;
                 }
                 let mut table = dispatcher.lock();
@@ -273,8 +276,7 @@ impl Dispatcher {
         if one.has_reservation() {
             return Turn::Take;
         }
-        let is_free = settings.agents.is_free(one.accepted.entry.model.as_deref());
-        match self.kernel.reserve(&one.accepted.sender_id, settings, is_free) {
+        match self.kernel.reserve(&one.accepted.sender_id, settings) {
             Ok(Ok(reservation)) => {
                 one.set_reservation(reservation);
                 Turn::Take
@@ -290,10 +292,10 @@ impl Dispatcher {
     async fn run(&self, one: &Arc<Dispatch>) {
         let settings = self.kernel.settings();
         if !one.has_reservation() {
-            let refused = self.kernel.reserve(&one.accepted.sender_id, &settings, false);
+            let refused = self.kernel.reserve(&one.accepted.sender_id, &settings);
             match refused {
                 Ok(Ok(reservation)) => one.set_reservation(reservation),
-                Ok(Err(reached)) => return self.refuse(one, &reached),
+                Ok(Err(reached)) => return self.refuse(one, &reached).await,
                 // Unreachable: nothing is accepted before the book is open.
                 Err(_) => {}
             }
@@ -334,12 +336,26 @@ impl Dispatcher {
     }
 
     /// Ends a dispatch whose limit was reached before its turn. Like any refused dispatch, it has no interaction.
-    fn refuse(&self, one: &Arc<Dispatch>, reached: &LimitReached) {
+    async fn refuse(&self, one: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        let refused = Some(reached.period.reached_message());
+        // Its batch stays in the journal until all entries have ended: a crash must not queue this one again.
+        let refused = JournalEntry { refused: Some(reached.period), ..one.accepted.clone() };
+        if !self.write_journal(vec![refused]).await {
+            let (journal, accepted) = (self.journal.clone(), one.accepted.clone());
+            // After a crash it is then recorded as interrupted, which is wrong, but does not run it.
+            let _ = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
+        }
+        self.end_refused(one, reached.period);
+    }
+
+    /// Ends a refused dispatch that is in the journal.
+    pub(super) fn end_refused(&self, one: &Arc<Dispatch>, period: Period) {
+        let refused = Some(period.reached_message());
         one.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
         one.mark_durable();
-        self.journal.remove(&JournalFile::One(one.id().to_owned()));
+        if one.batch.is_none() {
+            self.journal.remove(&JournalFile::One(one.id().to_owned()));
+        }
         self.retain_ended(one);
     }
 
@@ -365,7 +381,15 @@ impl Dispatcher {
     pub(super) fn retain_ended(&self, one: &Arc<Dispatch>) {
         let mut table = self.lock();
         if let Some(batch) = one.batch.as_ref().filter(|batch| batch.is_over()) {
-            table.recorded.push(JournalFile::Batch(batch.id.clone()));
+            // A refused entry stays refused only while its own file exists, so that the batch is removed first.
+            let is_refused = |id: &&String| match table.all.get(*id) {
+                Some(DispatchTarget::One(one)) => one.phase() == Phase::Refused,
+                _ => false,
+            };
+            let refused = batch.entries.iter().filter(is_refused).cloned().map(JournalFile::One);
+            let files: Vec<JournalFile> =
+                std::iter::once(JournalFile::Batch(batch.id.clone())).chain(refused).collect();
+            table.recorded.extend(files);
         }
         table.ended_bytes += one.bytes();
         table.ended.push_back(Arc::clone(one));

@@ -2,7 +2,7 @@
 //! recorded as interrupted, so that no accepted dispatch is lost.
 //!
 //! Each has its own file, `ID.json`. A batch is accepted atomically in one file, `ID.batch`; entries that have started
-//! also have a separate file. On a full disk, an empty `ID.begun` marks a dispatch as started.
+//! or were refused also have a separate file. On a full disk, an empty `ID.begun` marks a dispatch as started.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::request::Entry;
 use crate::records::entry::Interaction;
+use crate::records::limits::Period;
 use svc_base::chain::chain;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
@@ -47,6 +48,9 @@ pub struct JournalEntry {
     /// The result, until its record is durable.
     #[serde(default)]
     pub ended: Option<Interaction>,
+    /// The limit because of which an entry of a batch was refused, until its batch has left the journal.
+    #[serde(default)]
+    pub refused: Option<Period>,
 }
 
 impl JournalEntry {
@@ -211,6 +215,7 @@ mod tests {
             accepted_at: at.parse().unwrap(),
             started_at: None,
             ended: None,
+            refused: None,
         }
     }
 

@@ -76,22 +76,28 @@ impl Dispatcher {
         for accepted in left {
             let batch = accepted.batch.as_ref().and_then(|position| batches.get(&position.id).cloned());
             let is_first = accepted.batch.as_ref().is_none_or(|position| position.index == 0);
-            let is_free = settings.agents.is_free(accepted.entry.model.as_deref());
             // It was accepted: the current limits do not apply.
-            let waits = accepted.started_at.is_none() && accepted.ended.is_none();
-            let reservation = (waits && is_first)
-                .then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings, is_free));
-            let (started_at, ended) = (accepted.started_at, accepted.ended.clone());
-            let one =
-                Dispatch::new(JournalEntry { started_at: None, ended: None, ..accepted }, batch, reservation);
+            let waits =
+                accepted.started_at.is_none() && accepted.ended.is_none() && accepted.refused.is_none();
+            let reservation =
+                (waits && is_first).then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings));
+            let (started_at, ended, refused) =
+                (accepted.started_at, accepted.ended.clone(), accepted.refused);
+            let accepted = JournalEntry { started_at: None, ended: None, refused: None, ..accepted };
+            let one = Dispatch::new(accepted, batch, reservation);
             one.is_journaled.cancel();
             self.lock().all.insert(one.id().to_owned(), DispatchTarget::One(Arc::clone(&one)));
+            if let Some(period) = refused {
+                self.end_refused(&one, period);
+                continue;
+            }
             let interaction = match (ended, started_at) {
                 (Some(ended), _) => ended,
                 (None, Some(_)) => {
                     let message = "it was cut off: the gateway was killed, or the machine lost its power";
                     let duration_ms = run::elapsed_ms(started_at, Timestamp::now());
-                    Interaction { duration_ms, ..run::without_run(&one, "Interrupted", message) }
+                    let reserved = settings.limits.reservation;
+                    Interaction { duration_ms, ..run::cut_off(&one, "Interrupted", message, reserved) }
                 }
                 (None, None) => {
                     self.kernel.note(&format!("dispatch {}: it waits on, after a new start", one.id()));

@@ -18,7 +18,7 @@ use crate::agents::adapters::settings::{Agent, AgentSettings};
 use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
 use crate::agents::bridge_tokens::{AgentToken, AgentTokens};
 use crate::agents::kernel::Kernel;
-use crate::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
+use crate::agents::protocol::{Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner};
 use crate::audit::protocol;
 use crate::audit::protocol::{COMMANDS, Message, Process, WRITERS};
 use crate::records::entry::{DispatchError, Interaction, Status};
@@ -27,7 +27,7 @@ use svc_base::clock;
 
 /// Timeout of connecting to the runner, and of one write to it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Timeout of the runner after a cancellation, in addition to the agent's grace period.
+/// Timeout of the runner after a cancellation, in addition to the agent's grace periods.
 const END_TIMEOUT: Duration = Duration::from_secs(15);
 /// The recorded model if none is known.
 const UNKNOWN_MODEL: &str = "unknown";
@@ -62,10 +62,13 @@ pub struct RunContext<'a> {
 /// Runs a dispatch to its end; returns its interaction and final text.
 pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction, Option<String>) {
     let begun = Instant::now();
-    let outcome = match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
-        Some(agent) => Run::new(context, dispatch, agent, begun).execute(agent).await,
-        None => failed_outcome("NoAgent", "the agent is no longer in system/config.json".to_owned()),
-    };
+    let RunEnd { outcome, is_cut_off } =
+        match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
+            Some(agent) => Run::new(context, dispatch, agent, begun).execute(agent).await,
+            None => {
+                failed_outcome("NoAgent", "the agent is no longer in system/config.json".to_owned()).into()
+            }
+        };
     context.kernel.note(&format!(
         "dispatch {}: {} after {:.1} s",
         dispatch.id(),
@@ -75,6 +78,17 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let entry = &dispatch.accepted.entry;
     let model = outcome.model.clone().or_else(|| entry.model.clone());
     let cost = context.settings.cost(&outcome, entry.model.as_deref());
+    let cost = cost.filter(|_| !is_cut_off || context.settings.has_usage(&outcome));
+    if is_cut_off && cost.is_none() {
+        let reserved = dispatch.reserved();
+        context.kernel.note(&format!(
+            "dispatch {}: it was ended before it reported its cost; it counts as {reserved}, its reservation",
+            dispatch.id()
+        ));
+        let text = outcome.text.clone();
+        let ended = interaction(dispatch, outcome, model, reserved, begun.elapsed());
+        return (Interaction { cost_estimated: true, ..ended }, text);
+    }
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
         let model = model.as_deref().unwrap_or(UNKNOWN_MODEL);
         context.kernel.note(&format!(
@@ -91,6 +105,26 @@ pub fn without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interactio
     let outcome = failed_outcome(name, message.to_owned());
     let model = dispatch.accepted.entry.model.clone();
     interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
+}
+
+/// The interaction of a dispatch whose run was cut off without an outcome: what it cost is unknown, so that the
+/// reservation counts.
+pub fn cut_off(dispatch: &Dispatch, name: &str, message: &str, reserved: Dollars) -> Interaction {
+    Interaction { cost: reserved, cost_estimated: true, ..without_run(dispatch, name, message) }
+}
+
+/// The end of a run.
+struct RunEnd {
+    outcome: Outcome,
+    /// The agent was running and was ended from outside, so that it may not have reported its cost.
+    is_cut_off: bool,
+}
+
+impl From<Outcome> for RunEnd {
+    /// No agent was running, or it ended by itself.
+    fn from(outcome: Outcome) -> Self {
+        Self { outcome, is_cut_off: false }
+    }
 }
 
 fn failed_outcome(name: &str, message: String) -> Outcome {
@@ -132,12 +166,14 @@ fn interaction(
         tokens_in: outcome.tokens_in,
         tokens_out: outcome.tokens_out,
         cost,
+        cost_estimated: false,
         duration_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
         tools: outcome.tools,
         status: outcome.status,
         error: outcome.error,
         batch: accepted.batch.is_some(),
         batch_id: accepted.batch.as_ref().map(|batch| batch.id.clone()),
+        fingerprint: Some(accepted.fingerprint.clone()).filter(|fingerprint| !fingerprint.is_empty()),
     }
 }
 
@@ -163,6 +199,7 @@ struct Run<'a> {
     adapter: Box<dyn Adapter>,
     begun: Instant,
     deadline: Instant,
+    is_started: bool,
     end_reason: Option<EndReason>,
     secrets: Secrets,
     environment: BTreeMap<String, String>,
@@ -188,6 +225,7 @@ impl<'a> Run<'a> {
             adapter,
             begun,
             deadline,
+            is_started: false,
             end_reason: None,
             secrets,
             environment,
@@ -211,7 +249,7 @@ impl<'a> Run<'a> {
         }))
     }
 
-    async fn execute(mut self, agent: &Agent) -> Outcome {
+    async fn execute(mut self, agent: &Agent) -> RunEnd {
         let early = if self.dispatch.cancel.is_cancelled() {
             Some(EndReason::Cancelled)
         } else if self.context.pause.is_cancelled() {
@@ -220,7 +258,8 @@ impl<'a> Run<'a> {
             self.context.stop.is_cancelled().then_some(EndReason::Stopped)
         };
         if let Some(why) = early {
-            return Outcome { error: Some(self.ended_early(why)), ..failed_outcome("", String::new()) };
+            let error = Some(self.ended_early(why));
+            return Outcome { error, ..failed_outcome("", String::new()) }.into();
         }
         let order = self.order(agent);
         let within = CONNECT_TIMEOUT.min(self.deadline.saturating_duration_since(Instant::now()));
@@ -236,15 +275,23 @@ impl<'a> Run<'a> {
                 return failed_outcome(
                     "NoRunner",
                     "svc-agent cannot be reached: is svc-agent.socket active?".into(),
-                );
+                )
+                .into();
             }
-            Err(_) => return failed_outcome("NoRunner", "svc-agent did not take its order in time".into()),
+            Err(_) => {
+                return failed_outcome("NoRunner", "svc-agent did not take its order in time".into()).into();
+            }
         };
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
+        let is_ended_from_outside =
+            self.end_reason.is_some() || ended.as_ref().map_or(true, |ended| ended.exit.is_by_signal());
         let mut outcome = match ended {
             Ok(mut ended) => {
                 self.secrets.redact(&mut ended.stderr_tail);
+                if ended.is_resumed {
+                    self.adapter.set_resumed();
+                }
                 if let Some(usage) = ended.usage {
                     self.adapter.set_usage(usage);
                 }
@@ -261,7 +308,8 @@ impl<'a> Run<'a> {
             let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
             outcome.error = Some(DispatchError { tool, turn, ..self.ended_early(why) });
         }
-        outcome
+        let is_cut_off = self.is_started && is_ended_from_outside && outcome.status == Status::Error;
+        RunEnd { outcome, is_cut_off }
     }
 
     fn ended_early(&self, why: EndReason) -> DispatchError {
@@ -332,7 +380,7 @@ impl<'a> Run<'a> {
                 },
                 why = why, if self.end_reason.is_none() => {
                     self.end_reason = Some(why);
-                    give_up = Some(Instant::now() + GRACE + END_TIMEOUT);
+                    give_up = Some(Instant::now() + INTERRUPT_GRACE + TERMINATE_GRACE + END_TIMEOUT);
                     // A runner that does not receive it is abandoned after the timeout.
                     let _ = tokio::time::timeout(CONNECT_TIMEOUT, ToRunner::Cancel.write(&mut to)).await;
                 }
@@ -348,6 +396,7 @@ impl<'a> Run<'a> {
     fn handle_frame(&mut self, frame: FromRunner) {
         match frame {
             FromRunner::Started { pid } => {
+                self.is_started = true;
                 let entry = &self.dispatch.accepted.entry;
                 self.context.kernel.note(&format!(
                     "dispatch {}: {} runs for {} as process {pid}",

@@ -13,6 +13,7 @@ use super::request::Entry;
 use crate::agents::kernel::Reservation;
 use crate::audit::protocol::SeenCalls;
 use crate::records::entry::{Interaction, Status};
+use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 
 /// The phase of a dispatch.
@@ -139,10 +140,11 @@ impl Dispatch {
                 deadline_seconds: 0,
             },
             batch: position,
-            fingerprint: String::new(),
+            fingerprint: one.fingerprint.clone().unwrap_or_default(),
             accepted_at: one.timestamp,
             started_at: None,
             ended: None,
+            refused: None,
         };
         let dispatch = Self::new(accepted, batch, None);
         dispatch.is_journaled.cancel();
@@ -175,6 +177,11 @@ impl Dispatch {
 
     pub fn has_reservation(&self) -> bool {
         self.lock().reservation.is_some()
+    }
+
+    /// The amount that is reserved for it.
+    pub fn reserved(&self) -> Dollars {
+        self.lock().reservation.as_ref().map_or(Dollars::ZERO, Reservation::amount)
     }
 
     pub fn set_reservation(&self, reservation: Reservation) {

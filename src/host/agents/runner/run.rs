@@ -1,12 +1,12 @@
 //! One run: reads an order, forwards the agent's output, and reports its exit.
 //!
 //! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. The agent
-//! first gets SIGTERM, since its tools may run in sessions of their own, which only the agent ends; then all remaining
-//! processes are killed.
+//! first gets SIGINT, on which it may still report its cost, and then SIGTERM, since its tools may run in sessions of
+//! their own, which only the agent ends; then all remaining processes are killed.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -23,9 +23,9 @@ use super::output::{Line, Lines, StderrTail};
 use super::process_tree;
 use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
-use crate::agents::adapters::launch::LaunchRequest;
-use crate::agents::adapters::{Exit, codex};
-use crate::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
+use crate::agents::adapters::launch::{LaunchRequest, StatePlace};
+use crate::agents::adapters::{AdapterKind, Exit, codex};
+use crate::agents::protocol::{Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner};
 use crate::system::layout::Layout;
 use svc_base::chain::chain;
 
@@ -64,16 +64,18 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     if order.version != Order::WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
         return FromRunner::Refused("it was cancelled before it ran".to_owned()).write(&mut to).await;
     }
-    let child = match start(layout, &order) {
-        Ok(child) => child,
+    let (child, is_resumed) = match start(layout, &order) {
+        Ok(started) => started,
         Err(error) => {
             let program = order.command.first().map_or("", String::as_str);
             let why = format!("the agent's program {program:?} cannot be started: {}", chain(&error));
             return FromRunner::Refused(why).write(&mut to).await;
         }
     };
-    let session = order.adapter.sessions(&own_home(layout), &order.environment).map(SessionFiles::new);
-    let run = Run { to, stop, cancelled: watch_cancellation(from), is_terminating: false, session };
+    let (home, working_dir) = (own_home(layout), layout.home());
+    let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
+    let session = order.adapter.sessions(&place).map(SessionFiles::new);
+    let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, is_resumed, session };
     run.drive(child).await;
     Ok(())
 }
@@ -85,8 +87,10 @@ async fn wait_for_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::R
     Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(ToRunner::Go)))
 }
 
-fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
-    let own_home = own_home(layout);
+/// Also returns whether the program resumes the conversation.
+fn start(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
+    let (home, working_dir) = (own_home(layout), layout.home());
+    let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
     let request = LaunchRequest {
         agent_name: &order.agent_name,
         prompt: &order.prompt,
@@ -94,7 +98,7 @@ fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
         conversation_id: order.conversation_id.as_deref(),
     };
     let conversation_id = order.conversation_id.as_deref();
-    let has_conversation = conversation_id.is_some_and(|id| has_conversation(order, &own_home, id));
+    let has_conversation = conversation_id.is_some_and(|id| has_conversation(order.adapter, &place, id));
     let launch = order.adapter.launch(&request, has_conversation);
     let (program, first) = order.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
@@ -111,7 +115,7 @@ fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
     if let Some(stdin) = child.stdin.take() {
         tokio::spawn(write_prompt(stdin, launch.stdin));
     }
-    Ok(child)
+    Ok((child, has_conversation))
 }
 
 fn own_home(layout: &Layout) -> PathBuf {
@@ -119,11 +123,11 @@ fn own_home(layout: &Layout) -> PathBuf {
 }
 
 /// Whether the program has this conversation: in a project directory of its transcripts, or as a session.
-fn has_conversation(order: &Order, home: &Path, conversation_id: &str) -> bool {
-    if let Some(sessions) = order.adapter.sessions(home, &order.environment) {
+fn has_conversation(adapter: AdapterKind, place: &StatePlace<'_>, conversation_id: &str) -> bool {
+    if let Some(sessions) = adapter.sessions(place) {
         return codex_sessions::has_thread(&sessions, conversation_id);
     }
-    let Some((directory, name)) = order.adapter.transcripts(home, conversation_id) else { return false };
+    let Some((directory, name)) = adapter.transcripts(place, conversation_id) else { return false };
     let projects = std::fs::read_dir(directory).into_iter().flatten().flatten();
     projects.into_iter().any(|project| project.path().join(&name).exists())
 }
@@ -160,8 +164,9 @@ struct Run {
     stop: CancellationToken,
     /// The gateway cancelled the run, or disconnected.
     cancelled: CancellationToken,
-    /// The agent was sent SIGTERM.
-    is_terminating: bool,
+    /// The agent was sent SIGINT.
+    is_ending: bool,
+    is_resumed: bool,
 }
 
 impl Run {
@@ -179,7 +184,8 @@ impl Run {
         self.send(&FromRunner::Started { pid }).await;
         let (cancelled, stop) = (self.cancelled.clone(), self.stop.clone());
         let mut lines = Lines::default();
-        let mut kill_at = None;
+        // The next signal, and its time.
+        let mut next_signal = None;
         let mut reap = tokio::time::interval(REAP_INTERVAL);
         let status = loop {
             let stopped = async {
@@ -194,9 +200,12 @@ impl Run {
                     None => std::future::pending().await,
                 }
             };
-            let kill_due = async {
-                match kill_at {
-                    Some(at) => tokio::time::sleep_until(at).await,
+            let signal_due = async {
+                match next_signal {
+                    Some((signal, at)) => {
+                        tokio::time::sleep_until(at).await;
+                        signal
+                    }
                     None => std::future::pending().await,
                 }
             };
@@ -206,14 +215,17 @@ impl Run {
                     Ok(None) | Err(_) => out = None,
                 },
                 status = child.wait() => break status,
-                () = stopped, if !self.is_terminating => {
-                    self.is_terminating = true;
-                    signal(pid, Signal::SIGTERM);
-                    kill_at = Some(tokio::time::Instant::now() + GRACE);
+                () = stopped, if !self.is_ending => {
+                    self.is_ending = true;
+                    send_signal(pid, Signal::SIGINT);
+                    next_signal = Some((Signal::SIGTERM, tokio::time::Instant::now() + INTERRUPT_GRACE));
                 }
                 _ = reap.tick() => process_tree::reap(pid),
-                () = kill_due => {
-                    kill_at = None;
+                signal = signal_due => if signal == Signal::SIGTERM {
+                    send_signal(pid, signal);
+                    next_signal = Some((Signal::SIGKILL, tokio::time::Instant::now() + TERMINATE_GRACE));
+                } else {
+                    next_signal = None;
                     // This process adopts its orphans and kills them below.
                     let _ = child.start_kill();
                 }
@@ -233,7 +245,7 @@ impl Run {
             Some(session) => session.read_usage().await,
             None => None,
         };
-        self.send(&FromRunner::Ended(Ended { exit, stderr_tail, usage })).await;
+        self.send(&FromRunner::Ended(Ended { exit, stderr_tail, usage, is_resumed: self.is_resumed })).await;
     }
 
     /// Sends buffered lines and those that arrive within this time.
@@ -288,7 +300,7 @@ fn watch_cancellation(mut from: OwnedReadHalf) -> CancellationToken {
 }
 
 /// Sends a signal to the agent's process group.
-fn signal(pid: u32, signal: Signal) {
+fn send_signal(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
         // A group that has already ended is no error.
         let _ = nix::sys::signal::killpg(Pid::from_raw(pid), signal);

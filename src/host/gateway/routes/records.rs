@@ -243,7 +243,7 @@ pub fn interaction_schema() -> Value {
     let status = || one_of(&["success", "error"]);
     let tool = line_schema(
         &[("name", text()), ("durationMs", count()), ("inputPreview", text()), ("status", status())],
-        &[],
+        &[("error", text())],
     );
     let error = line_schema(
         &[("name", text()), ("message", text())],
@@ -266,7 +266,7 @@ pub fn interaction_schema() -> Value {
             ("status", status()),
             ("batch", boolean()),
         ],
-        &[("error", error), ("batchId", text())],
+        &[("costEstimated", boolean()), ("error", error), ("batchId", text()), ("fingerprint", text())],
     ))
 }
 

@@ -48,12 +48,14 @@ fn interaction(n: u64) -> Interaction {
         tokens_in: n,
         tokens_out: 1,
         cost: Dollars::from_nanos(n * 1_000_003),
+        cost_estimated: false,
         duration_ms: 5,
         tools: Vec::new(),
         status: Status::Success,
         error: None,
         batch: false,
         batch_id: None,
+        fingerprint: None,
     }
 }
 

@@ -1,0 +1,144 @@
+//! Names in `system/config.json` that no setting has: a misspelt limit must not silently mean no limit.
+//!
+//! Members of the file itself may belong to other programs. They are mistakes only if they nearly have the name of one
+//! of ours that the file does not have.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+
+use super::adapters::preview;
+
+/// Longer names are truncated in messages.
+const MAX_SHOWN_CHARS: usize = 64;
+/// Names of at least this many characters may differ in two characters, shorter ones in one.
+const MIN_LONG_NAME_CHARS: usize = 8;
+
+const TOP: [&str; 5] = ["costLimits", "storage", "agents", "dispatch", "prices"];
+const COST_LIMITS: [&str; 4] = ["daily", "monthly", "reservation", "timeZone"];
+const STORAGE: [&str; 2] = ["appBytes", "apps"];
+const AGENT: [&str; 6] = ["adapter", "command", "model", "deadlineSeconds", "environment", "apps"];
+const DISPATCH: [&str; 2] = ["defaultAgent", "concurrency"];
+const PRICE: [&str; 3] = ["input", "output", "cachedInput"];
+
+type Members = BTreeMap<String, IgnoredAny>;
+
+/// The names in the file, which has been parsed before.
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct Names {
+    cost_limits: Members,
+    storage: Members,
+    agents: BTreeMap<String, Members>,
+    dispatch: Members,
+    prices: BTreeMap<String, Members>,
+}
+
+/// # Errors
+/// The first unknown name, in a sentence that quotes no value.
+pub fn check_names(text: &[u8]) -> Result<(), String> {
+    // The caller has parsed the same text and reports other mistakes.
+    let Ok(names) = serde_json::from_slice::<Names>(text) else { return Ok(()) };
+    check_members("costLimits", &names.cost_limits, &COST_LIMITS)?;
+    check_members("storage", &names.storage, &STORAGE)?;
+    check_members("dispatch", &names.dispatch, &DISPATCH)?;
+    for (name, agent) in &names.agents {
+        check_members(&format!("agents.{}", shown(name)), agent, &AGENT)?;
+    }
+    for (name, price) in &names.prices {
+        check_members(&format!("prices.{}", shown(name)), price, &PRICE)?;
+    }
+    let Ok(all) = serde_json::from_slice::<Members>(text) else { return Ok(()) };
+    let misspelt = |name: &String| nearest(name, &TOP).filter(|near| !all.contains_key(*near));
+    match all.keys().find_map(|name| Some((name, misspelt(name)?))) {
+        Some((name, near)) => Err(format!("{} is no setting; did you mean {near}?", shown(name))),
+        None => Ok(()),
+    }
+}
+
+fn check_members(object: &str, members: &Members, known: &[&str]) -> Result<(), String> {
+    let Some(unknown) = members.keys().find(|name| !known.contains(&name.as_str())) else { return Ok(()) };
+    Err(format!("{object}.{} is no setting; {object} has {}", shown(unknown), known.join(", ")))
+}
+
+fn shown(name: &str) -> String {
+    preview::truncate(name, MAX_SHOWN_CHARS)
+}
+
+/// The known name that this one nearly has, apart from upper case, dashes and underscores.
+fn nearest<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
+    let plain = |name: &str| name.to_lowercase().replace(['-', '_'], "");
+    let name = plain(&preview::truncate(name, MAX_SHOWN_CHARS));
+    known.iter().copied().find(|known| {
+        let max = if known.len() < MIN_LONG_NAME_CHARS { 1 } else { 2 };
+        distance(&name, &plain(known)) <= max
+    })
+}
+
+/// The number of characters to insert, delete or replace (Levenshtein).
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, from) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, to) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(from != *to);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_names_are_mistakes() {
+        for (text, part) in [
+            (
+                r#"{"costLimits": {"dailly": 1}}"#,
+                "costLimits.dailly is no setting; costLimits has daily, monthly",
+            ),
+            (r#"{"costLimits": {"daily": 1, "weekly": 5}}"#, "costLimits.weekly"),
+            (r#"{"storage": {"bytes": 1}}"#, "storage.bytes"),
+            (r#"{"dispatch": {"default": "a"}}"#, "dispatch.default"),
+            (
+                r#"{"agents": {"a": {"adapter": "codex", "command": ["x"], "modell": "m"}}}"#,
+                "agents.a.modell",
+            ),
+            (r#"{"prices": {"m": {"input": 1, "output": 1, "cached": 1}}}"#, "prices.m.cached"),
+            (r#"{"costLimit": {"daily": 1}}"#, "costLimit is no setting; did you mean costLimits?"),
+            (r#"{"cost_limits": {"daily": 1}}"#, "did you mean costLimits?"),
+            (r#"{"costLimtis": {"daily": 1}}"#, "did you mean costLimits?"),
+            (r#"{"Agents": {}}"#, "did you mean agents?"),
+            (r#"{"price": {}}"#, "did you mean prices?"),
+        ] {
+            let mistake = check_names(text.as_bytes()).expect_err(text);
+            assert!(mistake.contains(part), "{text}: {mistake}");
+        }
+    }
+
+    #[test]
+    fn names_of_other_programs_are_allowed() {
+        for text in [
+            r#"{"theme": "dark", "editor": {"costLimit": 1}, "limits": {}, "version": 1}"#,
+            r#"{"agents": {}, "agent": "of another program"}"#,
+            r#"{"agents": {"dailly": {"adapter": "codex", "command": ["x"], "environment": {"ANY": "1"}}}}"#,
+            r#"{"storage": {"appBytes": 5, "apps": {"notes": 5}}, "prices": {"any-model": {"input": 1, "output": 1}}}"#,
+            r#"{"dispatch": {"defaultAgent": "a", "concurrency": 1}}"#,
+        ] {
+            assert_eq!(check_names(text.as_bytes()), Ok(()), "{text}");
+        }
+    }
+
+    #[test]
+    fn messages_are_short_and_printable() {
+        let text = format!(r#"{{"costLimits": {{"a\n{}": 1}}}}"#, "x".repeat(5000));
+        let mistake = check_names(text.as_bytes()).unwrap_err();
+        assert!(mistake.len() < 500 && !mistake.contains('\n'), "{mistake}");
+    }
+}
