@@ -146,6 +146,7 @@ fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
         (runs && is_silent, "heartbeat_silent"),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
+        (is_reporting && row.is_disk_unknown, "disk_unknown"),
         (row.update_outcome.as_deref() == Some("rolled_back"), "update_rolled_back"),
         (row.update_outcome.as_deref() == Some("failed"), "update_failed"),
         (row.is_snapshot_damaged, "snapshot_damaged"),
@@ -196,6 +197,7 @@ pub mod tests {
             heartbeat_age: Some(3.0),
             gateway: Some("ok".to_owned()),
             database: Some("ok".to_owned()),
+            is_disk_unknown: false,
             backup_age: Some(1800.0),
             backup_status: Some("success".to_owned()),
             backup_error: None,
@@ -228,6 +230,7 @@ pub mod tests {
         assert_eq!(reasons_of(|row| row.heartbeat_age = None), one("heartbeat_silent"));
         assert_eq!(reasons_of(|row| row.database = Some("failing".into())), one("database_failing"));
         assert_eq!(reasons_of(|row| row.gateway = Some("failing".into())), one("gateway_failing"));
+        assert_eq!(reasons_of(|row| row.is_disk_unknown = true), one("disk_unknown"));
         assert_eq!(reasons_of(|row| row.backup_status = Some("error".into())), one("backup_failing"));
         let unreadable = |row: &mut FleetRow| {
             row.backup_status = Some("error".into());
@@ -281,6 +284,7 @@ pub mod tests {
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());
+            row.is_disk_unknown = true;
             row.attention = one("database_mismatch");
         };
         assert_eq!(reasons_of(stale), one("heartbeat_silent"));

@@ -35,8 +35,9 @@ pub struct Heartbeat {
     #[schemars(with = "u64")]
     pub epoch: Epoch,
     pub health: ComponentHealth,
-    /// Space of the owner's file system. `null` if the host cannot read it, which the platform refuses.
-    #[schemars(with = "Disk")]
+    /// Space of the owner's file system. `null` or absent if the host cannot read it. Older platforms refuse that.
+    #[serde(default)]
+    #[schemars(skip_serializing_if = "Option::is_none")]
     pub disk: Option<Disk>,
     /// The last run, successful or not.
     #[schemars(skip_serializing_if = "Option::is_none")]

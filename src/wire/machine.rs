@@ -155,7 +155,7 @@ pub struct Health {
     pub gateway: Text<ComponentStatus>,
     #[serde(default)]
     pub database: Text<ComponentStatus>,
-    #[schemars(with = "Disk")]
+    /// `null` if its host cannot measure it.
     pub disk: Option<Disk>,
 }
 

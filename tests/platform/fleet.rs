@@ -74,6 +74,31 @@ async fn fleet_counts_machines_and_lists_problems() {
     stack.send(anonymous).await.assert_problem(401, "unauthorized");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn heartbeat_without_a_disk_is_accepted_and_shown() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let disk = async |disk: Option<Value>| {
+        let mut beat = heartbeat_of(&guest);
+        match disk {
+            Some(disk) => beat["disk"] = disk,
+            None => drop(beat.as_object_mut().unwrap().shift_remove("disk")),
+        }
+        let response = stack.send_heartbeat(&process, &guest, &beat).await;
+        assert_eq!(response.status, 200, "{response:?}");
+        let shown = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+        let fleet = stack.get(&process, "/vps/fleet").await.body;
+        (shown["health"]["disk"].clone(), reasons(&fleet, &guest.machine))
+    };
+    let measured = json!({"totalBytes": 10, "freeBytes": 5});
+    assert_eq!(disk(Some(measured.clone())).await, (measured.clone(), Value::Null));
+    let unknown = (Value::Null, json!(["disk_unknown"]));
+    assert_eq!(disk(Some(Value::Null)).await, unknown);
+    assert_eq!(disk(None).await, unknown);
+    assert_eq!(disk(Some(measured.clone())).await, (measured, Value::Null));
+}
+
 /// An operator drops a release key once every host trusts the next one.
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_shows_the_keys_that_hosts_trust() {

@@ -120,9 +120,10 @@ async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
     }
 }
 
-/// The space of the owner's file system.
+/// The space of the owner's file system; `None` if it cannot be measured.
 pub fn disk(config: &SyncConfig) -> Option<Disk> {
-    let stats = fs4::statvfs(config.layout.root()).ok()?;
+    let stats = fs4::statvfs(config.layout.root());
+    let stats = stats.inspect_err(|error| tracing::warn!(%error, "cannot measure the disk")).ok()?;
     Some(Disk { total_bytes: stats.total_space(), free_bytes: stats.available_space() })
 }
 
