@@ -256,6 +256,32 @@ async fn release_without_a_required_part_is_never_current() -> Result<()> {
 }
 
 #[tokio::test]
+async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let current = stage.machine.path("opt/svc/releases").join(OLD);
+    let path = current.join("release.json");
+    let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;
+    for name in ["code-server", "agents/claude"] {
+        let part = serde_json::json!({ "name": name, "version": "1", "path": format!("runtime/{name}") });
+        release["components"].as_array_mut().context("components")?.push(part);
+        fs::create_dir_all(current.join("runtime").join(name))?;
+    }
+    fs::write(&path, release.to_string())?;
+    let refused = stage.apply(NEW).await?.expect(65);
+    assert!(refused.stderr.contains("lacks code-server, agents/claude"), "{}", refused.stderr);
+    let last = stage.last()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
+    stage.assert_untouched()?;
+    // A request of the platform cannot waive it.
+    stage.run(&["apply", "--request", "--allow-removal", "code-server"], None).await?.expect(64);
+    let apply = ["apply", "--version", NEW, "--allow-removal", "code-server"];
+    stage.run(&apply, None).await?.expect(65);
+    let apply: Vec<&str> = apply.into_iter().chain(["--allow-removal", "agents/claude"]).collect();
+    stage.run(&apply, None).await?.expect(0);
+    stage.assert_running(NEW)
+}
+
+#[tokio::test]
 async fn apply_without_a_request_does_nothing() -> Result<()> {
     let stage = Stage::new().await?;
     stage.run(&["apply", "--request"], None).await?.expect(0);

@@ -51,8 +51,8 @@ impl HeartbeatReport {
     }
 
     pub fn stored_health(&self) -> Value {
-        let ComponentHealth { gateway, database } = self.sent.health.clone();
-        json!(Health { gateway, database, disk: self.sent.disk })
+        let ComponentHealth { gateway, database, code } = self.sent.health.clone();
+        json!(Health { gateway, database, code, disk: self.sent.disk })
     }
 }
 
@@ -125,8 +125,9 @@ fn health(fields: &mut Fields) -> Option<ComponentHealth> {
     let mut inner = fields.nested("health")?;
     let gateway: Option<ComponentStatus> = inner.required("gateway");
     let database: Option<ComponentStatus> = inner.required("database");
+    let code: Option<ComponentStatus> = inner.optional("code");
     fields.close(inner);
-    Some(ComponentHealth { gateway: gateway?.into(), database: database?.into() })
+    Some(ComponentHealth { gateway: gateway?.into(), database: database?.into(), code: code.map(Into::into) })
 }
 
 /// `None` also if the host could not measure it.
@@ -242,6 +243,7 @@ mod tests {
             health: ComponentHealth {
                 gateway: ComponentStatus::Ok.into(),
                 database: ComponentStatus::Failing.into(),
+                code: Some(ComponentStatus::Ok.into()),
             },
             disk: Some(Disk { total_bytes: 9, free_bytes: 5 }),
             last_backup: Some(LastBackup {
@@ -325,6 +327,9 @@ mod tests {
         let problem = parse(&wrong).await.err().unwrap();
         let errors = problem.members["errors"].as_array().unwrap();
         let named: Vec<_> = errors.iter().map(|error| error["pointer"].as_str().unwrap()).collect();
-        assert_eq!(named, ["/epoch", "/health/gateway", "/disk/freeBytes", "/checks/drill/at", "/trustedKeys/ids"]);
+        assert_eq!(
+            named,
+            ["/epoch", "/health/gateway", "/disk/freeBytes", "/checks/drill/at", "/trustedKeys/ids"]
+        );
     }
 }
