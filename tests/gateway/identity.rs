@@ -235,6 +235,8 @@ async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
     host.machine.write("var/lib/svc/proof-keys.json", &serde_json::to_string(&keys)?)?;
     host.until("the new key", async || Ok(with_next().await? == StatusCode::OK)).await?;
     assert_eq!(with_old().await?, StatusCode::UNAUTHORIZED);
+    let activity = || std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
+    host.until("the note", async || Ok(activity()?.contains("the platform's proof keys are now k2"))).await?;
     host.machine.write("var/lib/svc/proof-keys.json", "{ broken")?;
     tokio::time::sleep(std::time::Duration::from_millis(1200)).await;
     assert_eq!(with_next().await?, StatusCode::OK, "the last good keys stay");

@@ -281,6 +281,35 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
     stage.assert_running(NEW)
 }
 
+/// The log belongs to the gateway's user, who could not append to a file of root's.
+#[tokio::test]
+async fn outcome_is_noted_in_a_file_of_the_directory_owner() -> Result<()> {
+    const GATEWAY: u32 = 4940;
+    let published = Published::new(NEW, &[])?;
+    let stage = Stage::with(&published).await?;
+    let logs = stage.machine.path("home/svc/home/system/logs");
+    fs::create_dir_all(&logs)?;
+    let is_root = nix::unistd::geteuid().is_root();
+    if is_root {
+        std::os::unix::fs::chown(&logs, Some(GATEWAY), Some(GATEWAY))?;
+    }
+    stage.source.put(&format!("/{NEW}/svc-host-bundle.tar.gz.json"), None);
+    stage.apply(NEW).await?.expect(65);
+    published.serve(&stage.source)?;
+    stage.apply(NEW).await?.expect(0);
+    let text = fs::read_to_string(logs.join("activity.log"))?;
+    let lines: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once(' ')?.1)).collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert!(lines[0].starts_with(&format!("the update to {NEW} is refused (manifest): ")), "{text}");
+    assert_eq!(lines[1], format!("the machine is updated from {OLD} to {NEW}"));
+    if is_root {
+        use std::os::unix::fs::MetadataExt;
+        let meta = fs::metadata(logs.join("activity.log"))?;
+        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (GATEWAY, GATEWAY, 0o640));
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn apply_without_a_request_does_nothing() -> Result<()> {
     let stage = Stage::new().await?;

@@ -29,6 +29,7 @@ use super::snapshot;
 use super::state::{Event, MAX_ERROR_CHARS, Stage, State, StepFailure};
 use super::trust;
 use super::units;
+use crate::system::activity;
 use crate::system::config::PlatformLink;
 use crate::system::layout::Layout;
 use crate::system::probe;
@@ -349,6 +350,7 @@ impl<S: Services> Updater<S> {
         failpoint::pass("update.request_done")?;
         fsx::remove_if_exists(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
+        activity::note(&self.layout, &outcome.describe(&journal.plan.from));
         tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "update ended");
         Ok(())
     }
