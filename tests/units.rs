@@ -261,6 +261,39 @@ fn serving_and_uploading_units_wait_for_the_gate() {
 }
 
 #[test]
+fn backup_timer_starts_a_backup_each_hour() {
+    let units = units();
+    let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
+    let timer = unit("svc-db-backup.timer");
+    assert_eq!(timer.values("OnCalendar"), ["hourly"]);
+    // A run that was missed while the machine was off is made up for.
+    assert_eq!(timer.values("Persistent"), ["yes"]);
+    assert!(timer.values("Unit").is_empty(), "it starts the service of its own name");
+    assert_eq!(unit("svc-db-backup.service").values("ExecStart"), ["/opt/svc/bin/svc-db-backup run --retry"]);
+}
+
+#[test]
+fn database_is_the_only_container_with_a_local_volume() {
+    let joined = |unit: &Unit| Unit::from_text(&unit.name, &unit.text.replace("\\\n", ""));
+    let units: Vec<Unit> = units().iter().map(joined).collect();
+    let starts_container =
+        |unit: &&Unit| unit.values("ExecStart").iter().any(|line| line.contains("podman run"));
+    let names: Vec<&str> = units.iter().filter(starts_container).map(|unit| unit.name.as_str()).collect();
+    assert_eq!(names, ["svc-postgres.service"]);
+    let unit = units.iter().find(|unit| unit.name == "svc-postgres.service").unwrap();
+    assert_eq!(unit.values("Environment"), ["SVC_POSTGRES_IMAGE=docker.io/library/postgres:16"]);
+    let words = unit.words("ExecStart");
+    let beginning =
+        |start: &str| -> Vec<&str> { words.iter().copied().filter(|word| word.starts_with(start)).collect() };
+    assert_eq!(beginning("--name"), ["--name=svc-postgres"]);
+    assert_eq!(beginning("--volume"), ["--volume=svc-postgres:/var/lib/postgresql/data"]);
+    assert_eq!(beginning("--mount"), Vec::<&str>::new());
+    assert_eq!(beginning("listen_addresses"), ["listen_addresses=127.0.0.1"]);
+    let image = words.iter().position(|word| *word == "${SVC_POSTGRES_IMAGE}").unwrap();
+    assert_eq!(words[image + 1], "postgres", "the options of the server follow the image");
+}
+
+#[test]
 fn watcher_may_open_folders() {
     // Without it, systemd blocks openat2(2), which the watcher needs.
     let units = units();

@@ -66,6 +66,48 @@ impl Folder {
         Ok(file)
     }
 
+    /// Opens or creates a file in this directory for appending.
+    ///
+    /// It must be a regular file of the directory's owner with one name: a hard link to another file is not opened. A
+    /// process of root gives a new file to that owner.
+    ///
+    /// # Errors
+    /// `InvalidInput` if the name is a link or no regular file; `PermissionDenied` if it is the file of another user, or
+    /// has another name; other errors of the file system.
+    pub fn append(&self, name: &OsStr) -> io::Result<File> {
+        let flags = OFlag::O_RDWR | OFlag::O_APPEND | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+        let file = match open_in(self.fd.as_fd(), name, flags) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => self.create(name, flags),
+            opened => opened.map(File::from),
+        }?;
+        let meta = file.metadata()?;
+        if !meta.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        }
+        if meta.uid() != self.owner || meta.nlink() != 1 {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the file belongs to another user"));
+        }
+        Ok(file)
+    }
+
+    fn create(&self, name: &OsStr, flags: OFlag) -> io::Result<File> {
+        let flags = flags | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let file = match openat(&self.fd, name, flags, Mode::from_bits_truncate(0o640)) {
+            Ok(created) => File::from(created),
+            // Another process has created it meanwhile.
+            Err(Errno::EEXIST) => {
+                return open_in(self.fd.as_fd(), name, flags & !(OFlag::O_CREAT | OFlag::O_EXCL))
+                    .map(File::from);
+            }
+            Err(error) => return Err(error.into()),
+        };
+        if file.metadata()?.uid() != self.owner {
+            let directory = fstat(&self.fd)?;
+            std::os::unix::fs::fchown(&file, Some(directory.st_uid), Some(directory.st_gid))?;
+        }
+        Ok(file)
+    }
+
     /// Reads a whole file of at most `max` bytes.
     ///
     /// # Errors

@@ -60,7 +60,7 @@ codes! {
     MethodNotAllowed METHOD_NOT_ALLOWED "method_not_allowed" "Method not allowed"
         "Use one of the methods in `Allow`."
     RequestTooLarge PAYLOAD_TOO_LARGE "request_too_large" "Request too large"
-        "Send a smaller body: at most 64 KiB, to the bridge 1 MiB."
+        "Send a smaller body: at most 64 KiB, to the bridge 1 MiB, to `/api/dispatch` 2 MiB."
     UnsupportedMediaType UNSUPPORTED_MEDIA_TYPE "unsupported_media_type" "The body must be application/json"
         "Send the body as JSON, with `Content-Type: application/json`."
     RangeNotSatisfiable RANGE_NOT_SATISFIABLE "range_not_satisfiable" "Range not satisfiable"

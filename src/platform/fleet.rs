@@ -43,9 +43,16 @@ impl Health {
         match row.heartbeat_age {
             None => Self::Unknown,
             Some(age) if age > SILENT_SECONDS => Self::Silent,
-            Some(_) if is_ok(row.gateway.as_deref()) && is_ok(row.database.as_deref()) => Self::Healthy,
+            Some(_) if Self::are_parts_ok(row) => Self::Healthy,
             Some(_) => Self::Unhealthy,
         }
+    }
+
+    /// A release may have no code-server.
+    fn are_parts_ok(row: &FleetRow) -> bool {
+        is_ok(row.gateway.as_deref())
+            && is_ok(row.database.as_deref())
+            && row.code.as_deref().is_none_or(|code| code == "ok")
     }
 
     fn as_str(self) -> &'static str {
@@ -146,6 +153,8 @@ fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
         (runs && is_silent, "heartbeat_silent"),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
+        (failing(row.code.as_deref()), "code_failing"),
+        (is_reporting && row.is_disk_unknown, "disk_unknown"),
         (row.update_outcome.as_deref() == Some("rolled_back"), "update_rolled_back"),
         (row.update_outcome.as_deref() == Some("failed"), "update_failed"),
         (row.is_snapshot_damaged, "snapshot_damaged"),
@@ -196,6 +205,8 @@ pub mod tests {
             heartbeat_age: Some(3.0),
             gateway: Some("ok".to_owned()),
             database: Some("ok".to_owned()),
+            code: Some("ok".to_owned()),
+            is_disk_unknown: false,
             backup_age: Some(1800.0),
             backup_status: Some("success".to_owned()),
             backup_error: None,
@@ -228,6 +239,9 @@ pub mod tests {
         assert_eq!(reasons_of(|row| row.heartbeat_age = None), one("heartbeat_silent"));
         assert_eq!(reasons_of(|row| row.database = Some("failing".into())), one("database_failing"));
         assert_eq!(reasons_of(|row| row.gateway = Some("failing".into())), one("gateway_failing"));
+        assert_eq!(reasons_of(|row| row.code = Some("failing".into())), one("code_failing"));
+        assert_eq!(reasons_of(|row| row.code = None), Vec::<String>::new(), "its release has no editor");
+        assert_eq!(reasons_of(|row| row.is_disk_unknown = true), one("disk_unknown"));
         assert_eq!(reasons_of(|row| row.backup_status = Some("error".into())), one("backup_failing"));
         let unreadable = |row: &mut FleetRow| {
             row.backup_status = Some("error".into());
@@ -281,6 +295,7 @@ pub mod tests {
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());
+            row.is_disk_unknown = true;
             row.attention = one("database_mismatch");
         };
         assert_eq!(reasons_of(stale), one("heartbeat_silent"));

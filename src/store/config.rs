@@ -167,3 +167,35 @@ impl HttpConnector for Connector {
         Ok(self.0.clone())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bucket's name, or the reported mistakes.
+    fn bucket(pairs: &[(&str, &str)]) -> Result<String, String> {
+        let credentials = [("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "s")];
+        let mut env = Env::from_pairs(pairs.iter().copied().chain(credentials));
+        let read = StoreConfig::read(&mut env);
+        match env.finish(read) {
+            Ok(StoreConfig::S3(config)) => Ok(config.bucket),
+            Ok(StoreConfig::Directory(dir)) => Err(dir.display().to_string()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    #[test]
+    fn bucket_is_named_by_url_or_its_short_forms() {
+        let url = ("OBJECT_STORE_URL", "s3://by-url");
+        let (short, alternate) = (("OBJECT_STORE_BUCKET", "by-short-form"), ("S3_BUCKET", "by-alternate"));
+        assert_eq!(bucket(&[alternate]).unwrap(), "by-alternate");
+        assert_eq!(bucket(&[short]).unwrap(), "by-short-form");
+        assert_eq!(bucket(&[alternate, short]).unwrap(), "by-short-form");
+        assert_eq!(bucket(&[alternate, short, url]).unwrap(), "by-url");
+        let missing = bucket(&[]).unwrap_err();
+        assert!(
+            ["OBJECT_STORE_URL", short.0, alternate.0].iter().all(|name| missing.contains(name)),
+            "{missing}"
+        );
+    }
+}

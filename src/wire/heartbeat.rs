@@ -35,8 +35,9 @@ pub struct Heartbeat {
     #[schemars(with = "u64")]
     pub epoch: Epoch,
     pub health: ComponentHealth,
-    /// Space of the owner's file system. `null` if the host cannot read it, which the platform refuses.
-    #[schemars(with = "Disk")]
+    /// Space of the owner's file system. `null` or absent if the host cannot read it. Older platforms refuse that.
+    #[serde(default)]
+    #[schemars(skip_serializing_if = "Option::is_none")]
     pub disk: Option<Disk>,
     /// The last run, successful or not.
     #[schemars(skip_serializing_if = "Option::is_none")]
@@ -66,12 +67,15 @@ pub struct Heartbeat {
     pub registration: Option<Registration>,
 }
 
-/// The health of a host's gateway and database.
+/// The health of a host's gateway, database and code-server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct ComponentHealth {
     pub gateway: Text<ComponentStatus>,
     pub database: Text<ComponentStatus>,
+    /// Absent while code-server starts, and if the release has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub code: Option<Text<ComponentStatus>>,
 }
 
 /// The keys whose signatures on releases a host accepts.
@@ -130,7 +134,8 @@ pub struct ProofKey {
 }
 
 impl ComponentHealth {
-    /// Whether both components are healthy.
+    /// Whether the components are healthy that operations wait for. The owner's settings can break code-server, so that
+    /// it must not fail a resize or a recovery.
     pub fn is_ok(&self) -> bool {
         [&self.gateway, &self.database].into_iter().all(|status| status.is(ComponentStatus::Ok))
     }

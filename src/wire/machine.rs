@@ -155,7 +155,10 @@ pub struct Health {
     pub gateway: Text<ComponentStatus>,
     #[serde(default)]
     pub database: Text<ComponentStatus>,
-    #[schemars(with = "Disk")]
+    /// Absent while code-server starts, and if the machine's release has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub code: Option<Text<ComponentStatus>>,
+    /// `null` if its host cannot measure it.
     pub disk: Option<Disk>,
 }
 

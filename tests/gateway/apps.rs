@@ -32,6 +32,8 @@ async fn bundled_apps_are_copied_registered_and_never_overwritten() -> Result<()
     machine.write(&format!("opt/svc/current/app/apps/{slug}/dist/index.html"), "<h1>first</h1>")?;
     let host = machine.start()?;
     host.until_registered(&slug).await?;
+    let noted = format!("the app {slug} 1.0.0 is registered");
+    super::dispatch::until_logged(&host, &noted).await?;
     let page = |host: &Host| host.owner(Method::GET, &format!("/apps/{slug}/"));
     assert_eq!(page(&host).send().await?.text().await?, "<h1>first</h1>");
     host.machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>mine</h1>")?;

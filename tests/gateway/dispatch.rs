@@ -28,6 +28,8 @@ case $prompt in
     echo '{"type":"toolResult","id":"t1","status":"success"}'
     echo '{"type":"usage","tokensIn":1000,"tokensOut":200,"cost":0.25}'
     echo '{"type":"result","status":"success","text":"done: '"$prompt"'"}' ;;
+  second*) sleep 1
+    echo '{"type":"result","status":"success"}' ;;
   tokens*) echo '{"type":"usage","tokensIn":1000000,"tokensOut":100000}'
     echo '{"type":"result","status":"success"}' ;;
   environment*) env | sort > environment.txt; pwd >> environment.txt
@@ -172,6 +174,18 @@ pub async fn until_running(host: &Host, file: &str) -> Result<i32> {
 
 pub fn is_alive(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[tokio::test]
+async fn recorded_duration_is_the_wall_clock_time() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let begun = Instant::now();
+    stream(&host, json!({ "prompt": "second", "id": "one" })).await?;
+    let recorded = until_recorded(&host, "one").await?;
+    let duration = recorded["durationMs"].as_u64().context("a duration")?;
+    assert!(duration >= 1000 && u128::from(duration) <= begun.elapsed().as_millis(), "{duration}");
+    Ok(())
 }
 
 #[tokio::test]
@@ -344,6 +358,7 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
+    until_logged(&host, "a dispatch of user_owner was refused: Daily cost limit reached.").await?;
     // Another user has a separate limit. A request for a free model is limited: the agent may use another one.
     assert_eq!(
         request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,

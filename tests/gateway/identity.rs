@@ -114,6 +114,26 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
 }
 
 #[tokio::test]
+async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
+    let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
+    machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
+    let host = machine.start()?;
+    let with_token = |host: &Host, token: &str| {
+        let head = format!("authorization: Bearer {token}\nconnection: close\n");
+        host.by_socket(&format!("GET /api/usage HTTP/1.1\nhost: h\n{head}\n"))
+    };
+    assert_eq!(host.bare(Method::GET, "/api/usage").send().await?.status(), StatusCode::UNAUTHORIZED);
+    assert_eq!(host.owner(Method::GET, "/api/usage").send().await?.status(), StatusCode::OK);
+    let by_admin = with_token(&host, ADMIN)?;
+    assert!(by_admin.starts_with("HTTP/1.1 200") && by_admin.contains("totalCost"), "{by_admin}");
+    assert!(with_token(&host, &ADMIN.replace("admin", "other"))?.starts_with("HTTP/1.1 401"));
+
+    let without_setting = Machine::new(UNREACHABLE_DATABASE)?.start()?;
+    assert!(with_token(&without_setting, ADMIN)?.starts_with("HTTP/1.1 401"));
+    Ok(())
+}
+
+#[tokio::test]
 async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
     let short = &ADMIN[..31];
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -215,6 +235,8 @@ async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
     host.machine.write("var/lib/svc/proof-keys.json", &serde_json::to_string(&keys)?)?;
     host.until("the new key", async || Ok(with_next().await? == StatusCode::OK)).await?;
     assert_eq!(with_old().await?, StatusCode::UNAUTHORIZED);
+    let activity = || std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
+    host.until("the note", async || Ok(activity()?.contains("the platform's proof keys are now k2"))).await?;
     host.machine.write("var/lib/svc/proof-keys.json", "{ broken")?;
     tokio::time::sleep(std::time::Duration::from_millis(1200)).await;
     assert_eq!(with_next().await?, StatusCode::OK, "the last good keys stay");

@@ -121,6 +121,20 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
 }
 
 #[tokio::test]
+async fn start_and_stop_of_the_gateway_are_noted() -> Result<()> {
+    let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
+    host.terminate()?;
+    assert!(host.wait_for_exit().await?.success());
+    let text = std::fs::read_to_string(host.machine.path(LOGS).join("activity.log"))?;
+    let lines: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once(' ')?.1)).collect();
+    assert_eq!(
+        (lines.first(), lines.last()),
+        (Some(&"the gateway has started"), Some(&"the gateway has stopped"))
+    );
+    Ok(())
+}
+
+#[tokio::test]
 async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     let (machine, _) = machine_in_use()?;
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;

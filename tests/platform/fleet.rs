@@ -74,6 +74,52 @@ async fn fleet_counts_machines_and_lists_problems() {
     stack.send(anonymous).await.assert_problem(401, "unauthorized");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn failing_code_server_is_shown_and_counts_as_unhealthy() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    for (code, shown, healthy) in [
+        (Value::Null, Value::Null, 1),
+        (json!("failing"), json!(["code_failing"]), 0),
+        (json!("ok"), Value::Null, 1),
+    ] {
+        let mut beat = heartbeat_of(&guest);
+        beat["health"]["code"] = code.clone();
+        assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
+        let fleet = stack.get(&process, "/vps/fleet").await.body;
+        assert_eq!(reasons(&fleet, &guest.machine), shown, "{code}");
+        assert_eq!(fleet["totals"]["byHealth"]["healthy"], healthy, "{code}");
+        let machine = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+        assert_eq!(machine["health"].get("code").cloned().unwrap_or_default(), code);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn heartbeat_without_a_disk_is_accepted_and_shown() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let disk = async |disk: Option<Value>| {
+        let mut beat = heartbeat_of(&guest);
+        match disk {
+            Some(disk) => beat["disk"] = disk,
+            None => drop(beat.as_object_mut().unwrap().shift_remove("disk")),
+        }
+        let response = stack.send_heartbeat(&process, &guest, &beat).await;
+        assert_eq!(response.status, 200, "{response:?}");
+        let shown = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+        let fleet = stack.get(&process, "/vps/fleet").await.body;
+        (shown["health"]["disk"].clone(), reasons(&fleet, &guest.machine))
+    };
+    let measured = json!({"totalBytes": 10, "freeBytes": 5});
+    assert_eq!(disk(Some(measured.clone())).await, (measured.clone(), Value::Null));
+    let unknown = (Value::Null, json!(["disk_unknown"]));
+    assert_eq!(disk(Some(Value::Null)).await, unknown);
+    assert_eq!(disk(None).await, unknown);
+    assert_eq!(disk(Some(measured.clone())).await, (measured, Value::Null));
+}
+
 /// An operator drops a release key once every host trusts the next one.
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_shows_the_keys_that_hosts_trust() {

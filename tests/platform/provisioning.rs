@@ -1,7 +1,10 @@
 //! Provision: permissions, refusals, responses, and the user-data of a new server.
 
+use std::collections::BTreeMap;
+
 use reqwest::Method;
 use serde_json::{Value, json};
+use svc::config::parse_env_file;
 
 use super::stack::{BUCKET, DIGEST, SECRET, Stack, provision_body};
 
@@ -92,6 +95,47 @@ async fn new_server_gets_its_identity_and_restore_mode() {
         assert!(
             !rows[0].get::<_, String>(0).contains(token.as_str()) && !stack.log().contains(token.as_str())
         );
+    }
+}
+
+/// The server type and the settings of root that the server of a new machine gets.
+async fn new_server(settings: &[(&str, &str)]) -> (String, BTreeMap<String, String>) {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(settings);
+    let provisioned = stack.provision(&process, "user_1").await;
+    let machine = provisioned["machineId"].as_str().unwrap();
+    let guest = stack.wait_for_guest(&process, machine).await;
+    let user_data: Value =
+        serde_json::from_str(guest.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
+    let files = user_data["write_files"].as_array().unwrap();
+    let file = files.iter().find(|file| file["path"] == "/opt/svc/env/update.env").unwrap();
+    let variables = parse_env_file(file["content"].as_str().unwrap()).unwrap().into_iter().collect();
+    let server = stack.provider.server_by_name(&format!("svc-{machine}")).unwrap();
+    assert_eq!(stack.get(&process, &format!("/vps/{machine}")).await.body["serverType"], server.server_type);
+    (server.server_type, variables)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn default_server_type_is_that_of_the_setting() {
+    let (server_type, _) = new_server(&[("PROVIDER_SERVER_TYPE", "cpx32")]).await;
+    assert_eq!(server_type, "cpx32");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bundle_url_settings_reach_the_host_and_only_the_platform_gets_tokens() {
+    let exact = ("SVC_HOST_BUNDLE_URL", "https://mirror.example/exact.tar.gz");
+    let base = ("SVC_HOST_BUNDLE_BASE_URL", "https://mirror.example/base/");
+    let own = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
+    let below = |base: &str| format!("{base}/system-bundles/v1/svc-host-bundle.tar.gz");
+    for (settings, url, is_own) in [
+        (vec![exact, base], exact.1.to_owned(), false),
+        (vec![base], below("https://mirror.example/base"), false),
+        (vec![own], below("http://platform.example/other"), true),
+        (vec![], below("http://platform.example"), true),
+    ] {
+        let (_, variables) = new_server(&settings).await;
+        assert_eq!(variables["SVC_HOST_BUNDLE_URL"], url);
+        assert_eq!(variables.contains_key("SVC_HOST_BUNDLE_WITH_TOKEN"), is_own, "{url}");
     }
 }
 

@@ -183,6 +183,20 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn resize_requires_a_provider_server_id() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let client = stack.database.connect().await.unwrap();
+    client.execute("UPDATE user_machines SET provider_server_id = NULL", &[]).await.unwrap();
+    let refused = resize(&stack, &process, &guest.machine, "cpx32").await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("no server"), "{refused:?}");
+    assert_eq!(actions(&stack, ""), 0);
+    assert_eq!(record(&stack, &process, &guest).await["serverType"], "cpx22");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn resize_down_checks_the_actual_disk_size() {
     let stack = Stack::start().await;
     let process = stack.start_platform();

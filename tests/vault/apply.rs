@@ -256,6 +256,61 @@ async fn release_without_a_required_part_is_never_current() -> Result<()> {
 }
 
 #[tokio::test]
+async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let current = stage.machine.path("opt/svc/releases").join(OLD);
+    let path = current.join("release.json");
+    let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;
+    for name in ["code-server", "agents/claude"] {
+        let part = serde_json::json!({ "name": name, "version": "1", "path": format!("runtime/{name}") });
+        release["components"].as_array_mut().context("components")?.push(part);
+        fs::create_dir_all(current.join("runtime").join(name))?;
+    }
+    fs::write(&path, release.to_string())?;
+    let refused = stage.apply(NEW).await?.expect(65);
+    assert!(refused.stderr.contains("lacks code-server, agents/claude"), "{}", refused.stderr);
+    let last = stage.last()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
+    stage.assert_untouched()?;
+    // A request of the platform cannot waive it.
+    stage.run(&["apply", "--request", "--allow-removal", "code-server"], None).await?.expect(64);
+    let apply = ["apply", "--version", NEW, "--allow-removal", "code-server"];
+    stage.run(&apply, None).await?.expect(65);
+    let apply: Vec<&str> = apply.into_iter().chain(["--allow-removal", "agents/claude"]).collect();
+    stage.run(&apply, None).await?.expect(0);
+    stage.assert_running(NEW)
+}
+
+/// The log belongs to the gateway's user, who could not append to a file of root's.
+#[tokio::test]
+async fn outcome_is_noted_in_a_file_of_the_directory_owner() -> Result<()> {
+    const GATEWAY: u32 = 4940;
+    let published = Published::new(NEW, &[])?;
+    let stage = Stage::with(&published).await?;
+    let logs = stage.machine.path("home/svc/home/system/logs");
+    fs::create_dir_all(&logs)?;
+    let is_root = nix::unistd::geteuid().is_root();
+    if is_root {
+        std::os::unix::fs::chown(&logs, Some(GATEWAY), Some(GATEWAY))?;
+    }
+    stage.source.put(&format!("/{NEW}/svc-host-bundle.tar.gz.json"), None);
+    stage.apply(NEW).await?.expect(65);
+    published.serve(&stage.source)?;
+    stage.apply(NEW).await?.expect(0);
+    let text = fs::read_to_string(logs.join("activity.log"))?;
+    let lines: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once(' ')?.1)).collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert!(lines[0].starts_with(&format!("the update to {NEW} is refused (manifest): ")), "{text}");
+    assert_eq!(lines[1], format!("the machine is updated from {OLD} to {NEW}"));
+    if is_root {
+        use std::os::unix::fs::MetadataExt;
+        let meta = fs::metadata(logs.join("activity.log"))?;
+        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (GATEWAY, GATEWAY, 0o640));
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn apply_without_a_request_does_nothing() -> Result<()> {
     let stage = Stage::new().await?;
     stage.run(&["apply", "--request"], None).await?.expect(0);

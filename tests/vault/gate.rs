@@ -52,6 +52,26 @@ pub async fn reset(machine: &Machine) -> Result<()> {
     Ok(machine.client().await?.batch_execute(LOCAL).await?)
 }
 
+#[tokio::test]
+async fn backups_and_restores_are_noted_in_activity_log() -> Result<()> {
+    const LOGS: &str = "home/svc/home/system/logs";
+    let (store, old, new) = old_and_new().await?;
+    let key = dump_key(&store);
+    let key = key.split_once("/primary/").context("a key of the slot")?.1.to_owned();
+    let noted = |machine: &Machine| std::fs::read_to_string(machine.path(LOGS).join("activity.log"));
+    assert!(noted(&old)?.ends_with(&format!("the database is backed up as {key}\n")), "{}", noted(&old)?);
+    std::fs::create_dir_all(new.path(LOGS))?;
+    store.down();
+    new.run_with(&["svc-restore"], SHORT)?.expect(69);
+    assert!(noted(&new)?.contains("the restore of the database failed: "), "{}", noted(&new)?);
+    old.run_with(&["svc-db-backup"], &[])?.expect(69);
+    assert!(noted(&old)?.contains("the backup of the database failed: "), "{}", noted(&old)?);
+    store.up()?;
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(noted(&new)?.ends_with(&format!("the database is restored from {key}\n")), "{}", noted(&new)?);
+    Ok(())
+}
+
 pub fn dump_key(store: &S3Server) -> String {
     let objects = store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/"));
     let dump = objects.into_iter().find(|object| object.key.ends_with(".dump"));

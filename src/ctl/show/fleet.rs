@@ -259,6 +259,10 @@ fn advice(reason: &str) -> &'static str {
         }
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
         "gateway_failing" | "database_failing" => "check its logs; recover if it persists",
+        "code_failing" => {
+            "on its host journalctl -u svc-code has the error; the owner's settings can be the cause"
+        }
+        "disk_unknown" => "its host cannot measure its disk: journalctl -u svc-sync-agent has the error",
         "update_rolled_back" | "update_failed" => UPDATE_ADVICE,
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",

@@ -208,14 +208,16 @@ pub fn details_with_left_times(view: &View, m: &MachineDetail, left_times: &Left
     shown
 }
 
-/// `gateway ok, database failing`, and the free disk space.
+/// `gateway ok, database failing`, and the free disk space or `disk unknown`.
 fn health_cell(health: Option<&Health>) -> Cell {
-    let Some(Health { gateway, database, disk }) = health else { return "".into() };
+    let Some(Health { gateway, database, code, disk }) = health else { return "".into() };
     let mut words = vec![format!("gateway {gateway}"), format!("database {database}")];
-    words.extend(disk.map(|disk| {
-        format!("{} of {} disk free", format_bytes(disk.free_bytes), format_bytes(disk.total_bytes))
-    }));
-    let well = [gateway, database].into_iter().all(|status| status.is(ComponentStatus::Ok));
+    words.extend(code.as_ref().map(|code| format!("code {code}")));
+    words.push(disk.map_or_else(
+        || "disk unknown".to_owned(),
+        |disk| format!("{} of {} disk free", format_bytes(disk.free_bytes), format_bytes(disk.total_bytes)),
+    ));
+    let well = [gateway, database].into_iter().chain(code).all(|status| status.is(ComponentStatus::Ok));
     Cell::painted(Some(if well { Colour::Good } else { Colour::Bad }), words.join(", "))
 }
 

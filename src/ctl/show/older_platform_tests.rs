@@ -174,7 +174,7 @@ fn machine() -> Value {
         "epoch": 2, "restoreMode": "required", "serverType": "cpx22", "location": "nbg1",
         "imageVersion": "2026.11.1", "providerServerId": "4711", "publicIpv4": "203.0.113.9", "httpsPort": 443,
         "tlsSpkiSha256": "00", "registeredAt": AT, "heartbeatAt": AT,
-        "health": {"gateway": "ok", "database": "ok", "disk": {"totalBytes": 9, "freeBytes": 5}},
+        "health": {"gateway": "ok", "database": "ok", "code": "ok", "disk": {"totalBytes": 9, "freeBytes": 5}},
         "lastBackup": {"status": "success", "beganAt": AT, "key": "k", "takenAt": AT, "sizeBytes": 7, "error": "e"},
         "lastUpdate": {"version": "2026.11.1", "outcome": "rolled_back", "stage": "health", "at": AT, "error": "e"},
         "checks": {"verify": check, "drill": check},

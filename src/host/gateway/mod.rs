@@ -12,6 +12,7 @@ mod certificate;
 pub mod cli;
 mod config;
 mod database;
+mod disk_watch;
 mod endpoint;
 mod events;
 mod identify;
@@ -43,7 +44,7 @@ use self::config::Config;
 use self::state::{Gateway, Services};
 use super::system::config::begin_log;
 use super::system::layout::{BRIDGE_SOCKET, Layout};
-use super::system::{systemd, unix_socket};
+use super::system::{release, systemd, unix_socket};
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::metrics;
 use svc_http::server::{self, Limits};
@@ -122,11 +123,15 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let services = Arc::new(Services::new(&config, change_ids)?);
     let Services { apps, database, quotas, changes, kernel, dispatcher, writers, .. } = &*services;
 
+    let release =
+        release::current(&layout).map_or_else(String::new, |version| format!(" of release {version}"));
+    kernel.note(&format!("the gateway{release} has started"));
     let supervisor = apps::SupervisorContext {
         layout: layout.clone(),
         registry: apps.clone(),
         database: database.clone(),
         writers: writers.clone(),
+        kernel: kernel.clone(),
         epoch: config.epoch(),
         statement_timeout: config.statement_timeout,
     };
@@ -136,6 +141,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(changes.clone().run(database.clone(), apps.clone(), changes_keep, stop.clone()));
     let kernel_task = tokio::spawn(kernel.clone().maintain(stop.clone()));
     tokio::spawn(dispatcher.clone().maintain(stop.clone()));
+    tokio::spawn(disk_watch::watch(layout.clone(), kernel.clone(), stop.clone()));
     tokio::spawn(writers.clone().watch(stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
@@ -171,6 +177,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     // A panic in one of these tasks has already been logged.
     let _ = dispatcher_task.await;
     let _ = kernel_task.await;
+    kernel.note("the gateway has stopped");
     let kernel = kernel.clone();
     tokio::task::spawn_blocking(move || kernel.close()).await.or_exit(Exit::Internal)?;
     Ok(())

@@ -206,3 +206,21 @@ async fn method_not_allowed(request: Request) -> Problem {
     body::LIMITS.drain(request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not allow this method; see the Allow header.")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn remedy_of_a_large_body_names_the_limit_of_each_route() {
+        let remedy = Code::RequestTooLarge.remedy();
+        for Endpoint { operation, max_body_bytes } in endpoints() {
+            let limit = match (operation.path, max_body_bytes >> 10) {
+                ("/api/bridge/query", kib) => format!("to the bridge {} MiB", kib >> 10),
+                (path, kib @ 1024..) => format!("to `{path}` {} MiB", kib >> 10),
+                (_, kib) => format!("at most {kib} KiB"),
+            };
+            assert!(remedy.contains(&limit), "{}: {limit}", operation.path);
+        }
+    }
+}

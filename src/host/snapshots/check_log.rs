@@ -5,6 +5,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::records::jsonl;
+use crate::system::activity;
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
@@ -67,7 +68,21 @@ impl Check {
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let line = serde_json::to_vec(self).expect("a record of plain fields is JSON");
         fsx::write_atomic(&layout.last_check(self.check.as_str()), &line, 0o644)?;
+        activity::note(layout, &self.describe());
         jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line)
+    }
+
+    /// The check, as a line of `activity.log`.
+    fn describe(&self) -> String {
+        let what = match self.check {
+            CheckKind::Verify => "the verification of snapshots",
+            CheckKind::Drill => "the test restore of a snapshot",
+        };
+        let error = self.error.as_deref().unwrap_or("unknown error");
+        match self.status {
+            Status::Success => format!("{what} succeeded ({} intact)", self.snapshots),
+            Status::Error => format!("{what} failed: {error}"),
+        }
     }
 
     /// The last check of a kind on this machine.
@@ -77,5 +92,44 @@ impl Check {
     pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.last_check(kind.as_str()))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn check_is_noted_in_activity_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        std::fs::create_dir_all(layout.logs()).unwrap();
+        let good = Check {
+            version: Check::VERSION,
+            timestamp: clock::now_ms(),
+            check: CheckKind::Drill,
+            status: Status::Success,
+            snapshots: 1,
+            size_bytes: 9,
+            duration_ms: 5,
+            key: None,
+            damaged: Vec::new(),
+            error: None,
+        };
+        let bad = Check {
+            check: CheckKind::Verify,
+            status: Status::Error,
+            error: Some("the store does not respond".to_owned()),
+            ..good.clone()
+        };
+        good.write(&layout).unwrap();
+        bad.write(&layout).unwrap();
+        let text = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].ends_with(" the test restore of a snapshot succeeded (1 intact)"), "{text}");
+        assert!(
+            lines[1].ends_with(" the verification of snapshots failed: the store does not respond"),
+            "{text}"
+        );
     }
 }

@@ -1,6 +1,7 @@
 //! Shared services of the applets on a machine: files and settings, PostgreSQL and its tools, systemd, the object
 //! store, and what the platform assigned to this host.
 
+pub mod activity;
 pub mod app_sizes;
 pub mod backoff;
 pub mod blocking;

@@ -39,11 +39,14 @@ pub enum UpdateKind {
 }
 
 /// Rules that an operator on the machine may waive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allowances {
     pub downgrade: bool,
     pub quarantined: bool,
+    /// Parts that the release may lack.
+    #[serde(default)]
+    pub removal: Vec<String>,
 }
 
 /// The plan of an update, and the state of the machine when it began.

@@ -29,6 +29,7 @@ use super::snapshot;
 use super::state::{Event, MAX_ERROR_CHARS, Stage, State, StepFailure};
 use super::trust;
 use super::units;
+use crate::system::activity;
 use crate::system::config::PlatformLink;
 use crate::system::layout::Layout;
 use crate::system::probe;
@@ -166,17 +167,17 @@ impl<S: Services> Updater<S> {
 
     async fn prepare(&self, journal: &mut Journal) -> Result<(), StepError> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
-        policy::check_machine(&self.layout, &journal.plan.to, journal.plan.allow)
+        policy::check_machine(&self.layout, &journal.plan.to, &journal.plan.allow)
             .map_err(refused(Stage::Preflight))?;
         if journal.plan.aim == UpdateKind::Apply {
             let verified = self.fetch_manifest(&journal.plan.to).await?;
             journal.key_set = self.next_key_set(&verified)?;
             failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
-            policy::check_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
+            policy::check_release(&candidate, &journal.plan.allow).map_err(refused(Stage::Preflight))?;
             self.fetch_bundle(&journal.plan.to, &verified).await?;
-            policy::check_parts(&self.layout, &journal.plan.from, &journal.plan.to)
-                .map_err(refused(Stage::Preflight))?;
+            let Plan { from, to, allow, .. } = &journal.plan;
+            policy::check_parts(&self.layout, from, to, allow).map_err(refused(Stage::Preflight))?;
         }
         smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))
@@ -349,6 +350,7 @@ impl<S: Services> Updater<S> {
         failpoint::pass("update.request_done")?;
         fsx::remove_if_exists(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
+        activity::note(&self.layout, &outcome.describe(&journal.plan.from));
         tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "update ended");
         Ok(())
     }

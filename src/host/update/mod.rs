@@ -81,6 +81,9 @@ struct Apply {
     /// Allow a release that is quarantined on this machine
     #[arg(long, conflicts_with = "request")]
     allow_quarantined: bool,
+    /// Allow a release that lacks this part of the current one; repeat it for each part
+    #[arg(long, value_name = "PART", conflicts_with = "request")]
+    allow_removal: Vec<String>,
     /// Do not wait for a snapshot of the database, even if this update is already waiting for one; if the release
     /// damages data, all changes since the last snapshot are lost
     #[arg(long, conflicts_with = "request")]
@@ -108,7 +111,11 @@ impl Apply {
     }
 
     fn target(self) -> UpdateTarget {
-        let allow = Allowances { downgrade: self.allow_downgrade, quarantined: self.allow_quarantined };
+        let allow = Allowances {
+            downgrade: self.allow_downgrade,
+            quarantined: self.allow_quarantined,
+            removal: self.allow_removal,
+        };
         self.target.version.map_or(UpdateTarget::Requested, |version| UpdateTarget::Version(version, allow))
     }
 }

@@ -10,9 +10,11 @@ use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::Manifest;
 
-/// Parts that a release must not drop: backup tools and the owner's desktop. No service fails without them, so the
-/// health check would miss their absence.
+/// Parts that a release must not drop, even if their removal is allowed: backup tools and the owner's desktop. No
+/// service fails without them, so the health check would miss their absence.
 const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
+/// Default apps are copied into the owner's home, where they stay: a release that drops one removes nothing.
+const BUNDLED_APPS: &str = "app/apps/";
 
 /// The policy that forbids an update.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +33,16 @@ pub enum PolicyError {
     Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Timestamp },
     #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]
     LostPart { from: ImageVersion, to: ImageVersion, part: &'static str },
+    #[error(
+        "{to} lacks {}, which {from} has: publish a bundle that contains it ({} installs it anyway)",
+        .parts.join(", "), allow_removal(.parts)
+    )]
+    RemovedParts { from: ImageVersion, to: ImageVersion, parts: Vec<String> },
+}
+
+/// The arguments that permit the removal of these parts.
+fn allow_removal(parts: &[String]) -> String {
+    parts.iter().map(|part| format!("--allow-removal {part}")).collect::<Vec<_>>().join(" ")
 }
 
 /// Why a release is older: its time, or between two of the same time, its name.
@@ -53,7 +65,7 @@ fn describe_older(
 ///
 /// # Errors
 /// The violated [`PolicyError`].
-pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: Allowances) -> Result<(), PolicyError> {
+pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> Result<(), PolicyError> {
     if layout.superseded().exists() {
         return Err(PolicyError::Superseded);
     }
@@ -89,7 +101,7 @@ impl<'a> Candidate<'a> {
 ///
 /// # Errors
 /// The violated [`PolicyError`].
-pub fn check_release(candidate: &Candidate<'_>, allow: Allowances) -> Result<(), PolicyError> {
+pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<(), PolicyError> {
     let Candidate { from, current_created, manifest } = candidate;
     let (from, to) = ((*from).clone(), manifest.image_version.clone());
     if let Some(needed) = manifest.min_version.clone().filter(|needed| from.cmp_natural(needed).is_lt()) {
@@ -103,16 +115,36 @@ pub fn check_release(candidate: &Candidate<'_>, allow: Allowances) -> Result<(),
     Ok(())
 }
 
-/// Checks that the installed release has the required parts of the current one.
+/// Checks that the installed release has the parts of the current one, except those whose removal is allowed.
 ///
 /// # Errors
-/// [`PolicyError::LostPart`].
-pub fn check_parts(layout: &Layout, from: &ImageVersion, to: &ImageVersion) -> Result<(), PolicyError> {
+/// [`PolicyError::LostPart`], [`PolicyError::RemovedParts`].
+pub fn check_parts(
+    layout: &Layout,
+    from: &ImageVersion,
+    to: &ImageVersion,
+    allow: &Allowances,
+) -> Result<(), PolicyError> {
     let has = |version: &ImageVersion, part: &str| layout.release(version).join(part).exists();
-    match REQUIRED_PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
-        Some(part) => Err(PolicyError::LostPart { from: from.clone(), to: to.clone(), part }),
-        None => Ok(()),
+    if let Some(part) = REQUIRED_PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
+        return Err(PolicyError::LostPart { from: from.clone(), to: to.clone(), part });
     }
+    let next = installed_parts(layout, to);
+    let is_removed = |part: &String| !next.contains(part) && !allow.removal.contains(part);
+    let parts: Vec<String> = installed_parts(layout, from).into_iter().filter(is_removed).collect();
+    if parts.is_empty() {
+        return Ok(());
+    }
+    Err(PolicyError::RemovedParts { from: from.clone(), to: to.clone(), parts })
+}
+
+/// The parts that `release.json` lists and the release has. A release without a valid list has none: an older one
+/// may lack it.
+fn installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
+    let dir = layout.release(version);
+    let components = Release::read(&dir).map(|release| release.components).unwrap_or_default();
+    let is_part = |path: &String| !path.starts_with(BUNDLED_APPS) && dir.join(path).exists();
+    components.into_iter().filter(|one| one.path.as_ref().is_some_and(is_part)).map(|one| one.name).collect()
 }
 
 #[cfg(test)]
@@ -135,13 +167,12 @@ mod tests {
     fn end(manifest: &Manifest, from: &str, allow: Allowances) -> Result<(), PolicyError> {
         let from = from.parse().unwrap();
         let current_created = Some("2026-06-01T00:00:00Z".parse().unwrap());
-        check_release(&Candidate { from: &from, current_created, manifest }, allow)
+        check_release(&Candidate { from: &from, current_created, manifest }, &allow)
     }
 
     #[test]
     fn older_release_needs_allowance() {
-        let none = Allowances::default();
-        let downgrade = Allowances { downgrade: true, quarantined: false };
+        let downgrade = || Allowances { downgrade: true, ..Allowances::default() };
         for (version, created, older) in [
             ("9", "2026-06-02T00:00:00Z", false),
             ("1", "2026-06-02T00:00:00Z", false),
@@ -151,11 +182,11 @@ mod tests {
         ] {
             let manifest = manifest(version, created, None);
             assert_eq!(
-                matches!(end(&manifest, "1.10", none), Err(PolicyError::Older { .. })),
+                matches!(end(&manifest, "1.10", Allowances::default()), Err(PolicyError::Older { .. })),
                 older,
                 "{version} {created}"
             );
-            end(&manifest, "1.10", downgrade).unwrap();
+            end(&manifest, "1.10", downgrade()).unwrap();
         }
     }
 
@@ -173,6 +204,43 @@ mod tests {
         assert!(
             describe("r1", "2026-05-31T00:00:00Z", "story-1").contains("is older than story-1 of 2026-06-01")
         );
+    }
+
+    #[test]
+    fn removed_part_needs_allowance() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let release = |version: &str, parts: &[(&str, &str)]| -> ImageVersion {
+            let named = parts.iter().map(|(name, path)| {
+                std::fs::create_dir_all(dir.path().join("opt/svc/releases").join(version).join(path))
+                    .unwrap();
+                serde_json::json!({ "name": name, "version": "1", "path": path })
+            });
+            let text = serde_json::json!({ "version": 1, "imageVersion": version, "components": named.collect::<Vec<_>>() });
+            let version: ImageVersion = version.parse().unwrap();
+            std::fs::create_dir_all(layout.release(&version)).unwrap();
+            std::fs::write(layout.release(&version).join("release.json"), text.to_string()).unwrap();
+            version
+        };
+        let (code, agent) =
+            (("code-server", "runtime/code-server"), ("agents/claude", "runtime/agents/claude"));
+        let old = release("1", &[("svc", "bin/svc"), code, agent, ("notes", "app/apps/notes")]);
+        let new = release("2", &[("svc", "bin/svc")]);
+        let check = |from, to, removal: &[&str]| {
+            let removal = removal.iter().map(|part| (*part).to_owned()).collect();
+            check_parts(&layout, from, to, &Allowances { removal, ..Allowances::default() })
+        };
+        let error = check(&old, &new, &[]).unwrap_err().to_string();
+        assert!(error.contains("2 lacks code-server, agents/claude, which 1 has"), "{error}");
+        assert!(error.contains("--allow-removal code-server --allow-removal agents/claude"), "{error}");
+        let error = check(&old, &new, &["code-server"]).unwrap_err().to_string();
+        assert!(error.contains("2 lacks agents/claude, which"), "{error}");
+        check(&old, &new, &["code-server", "agents/claude"]).unwrap();
+        check(&new, &old, &[]).unwrap();
+        // A part that is listed, but not there, is lost too.
+        let listed = release("3", &[("svc", "bin/svc"), code, agent]);
+        std::fs::remove_dir(layout.release(&listed).join(code.1)).unwrap();
+        assert!(check(&old, &listed, &[]).unwrap_err().to_string().contains("3 lacks code-server, which"));
     }
 
     #[test]

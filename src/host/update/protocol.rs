@@ -92,6 +92,22 @@ pub struct Outcome {
     pub at: Timestamp,
 }
 
+impl Outcome {
+    /// The end of the update, as a line of `activity.log`.
+    pub fn describe(&self, from: &ImageVersion) -> String {
+        let Self { version, stage, .. } = self;
+        let error = self.error.as_deref().unwrap_or("unknown error");
+        match self.outcome {
+            UpdateResult::Updated => format!("the machine is updated from {from} to {version}"),
+            UpdateResult::RolledBack => {
+                format!("the update to {version} is rolled back to {from} ({stage}): {error}")
+            }
+            UpdateResult::Refused => format!("the update to {version} is refused ({stage}): {error}"),
+            UpdateResult::Failed => format!("the update to {version} failed ({stage}): {error}"),
+        }
+    }
+}
+
 /// The outcome of the last update, with the id of its request.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]

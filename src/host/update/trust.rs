@@ -5,6 +5,7 @@
 
 use super::error::UpdateError;
 use super::trusted_keys;
+use crate::system::activity;
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::config::{ConfigError, Env, with_env_lines};
@@ -34,6 +35,8 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
     if offered.sequence > trusted.sequence {
         write(layout, offered)?;
         tracing::info!(sequence = offered.sequence, keys = ?offered.keys, "adopted a new set of release keys");
+        let ids = offered.keys.ids().join(", ");
+        activity::note(layout, &format!("releases are now trusted by the keys {ids}"));
     }
     failpoint::pass("update.keys_written")?;
     report(layout)?;
@@ -79,6 +82,7 @@ mod tests {
         let layout = Layout::new(dir.path());
         let before = format!("A=1\n SVC_BUNDLE_PUBLIC_KEYS={OLD}\nSVC_BUNDLE_SHA256=\"x\"");
         fsx::write_atomic(&layout.update_env(), before.as_bytes(), 0o600).unwrap();
+        std::fs::create_dir_all(layout.logs()).unwrap();
         assert_eq!(read(&layout).unwrap(), set(0, OLD));
         let both = set(1, &format!("{OLD},{NEW}"));
         for _ in 0..2 {
@@ -88,6 +92,10 @@ mod tests {
         let text = std::fs::read_to_string(layout.update_env()).unwrap();
         assert_eq!(text.lines().collect::<Vec<_>>()[..2], ["A=1", "SVC_BUNDLE_SHA256=\"x\""]);
         assert_eq!(text.matches("SVC_BUNDLE_PUBLIC_KEYS").count(), 1, "{text}");
+        let noted = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
+        let ids = both.keys.ids().join(", ");
+        assert!(noted.ends_with(&format!("releases are now trusted by the keys {ids}\n")), "{noted}");
+        assert_eq!(noted.lines().count(), 1, "only a change is noted: {noted}");
         let mode = std::fs::metadata(layout.update_env()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         let reported = trusted_keys::read(&layout).unwrap();

@@ -23,6 +23,10 @@ pub struct FleetRow {
     /// `ok` or `failing`; `None` before the first heartbeat.
     pub gateway: Option<String>,
     pub database: Option<String>,
+    /// `None` also if the release has no code-server.
+    pub code: Option<String>,
+    /// The last heartbeat had no measurement of the disk.
+    pub is_disk_unknown: bool,
     /// Age of the last verified snapshot of the slot, by any of its machines.
     pub backup_age: Option<f64>,
     /// `success` or `error`: the outcome of the last run.
@@ -70,7 +74,8 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
                left(m.last_backup ->> 'error', 500), \
                extract(epoch FROM now() - m.upgrade_token_rotated_at)::float8, \
                extract(epoch FROM now() - m.upgrade_token_requested_at)::float8, \
-               m.bundle_keys_sequence, m.bundle_key_ids \
+               m.bundle_keys_sequence, m.bundle_key_ids, \
+               coalesce(m.health -> 'disk' = 'null'::jsonb, false), m.health ->> 'code' \
                FROM user_machines m \
                LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
@@ -109,6 +114,8 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
             token_age: row.get(23),
             token_request_age: row.get(24),
             bundle_keys: row.get::<_, Option<_>>(25).zip(row.get(26)),
+            is_disk_unknown: row.get(27),
+            code: row.get(28),
         })
         .collect())
 }

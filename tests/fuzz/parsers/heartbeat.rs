@@ -32,7 +32,7 @@ fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
             let mut beat = json!({
                 "imageVersion": "2026.11.21-1", "epoch": epoch,
                 "health": { "gateway": gateway, "database": database },
-                "disk": { "totalBytes": bytes, "freeBytes": bytes / 2 },
+                "disk": (bytes % 4 > 0).then(|| json!({ "totalBytes": bytes, "freeBytes": bytes / 2 })),
                 "updating": false, "attention": attention, "proofKids": ["k1", "k2"],
                 "lastUpdate": { "version": "2026.11.21-1", "outcome": "updated", "stage": "done",
                     "at": "2026-01-02T03:04:05.678Z" },

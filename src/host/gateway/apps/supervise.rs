@@ -17,6 +17,7 @@ use super::manifest::Manifest;
 use super::register::{self, RegisterError};
 use super::registry::{App, AppError, AppsSnapshot, Registry};
 use super::watch::FolderWatcher;
+use crate::agents::kernel::Kernel;
 use crate::gateway::database::{self, Budget, Database, DatabaseError, Pool};
 use crate::gateway::name::Slug;
 use crate::gateway::writers::Writers;
@@ -39,6 +40,7 @@ pub struct SupervisorContext {
     pub registry: Arc<Registry>,
     pub database: Arc<Database>,
     pub writers: Arc<Writers>,
+    pub kernel: Arc<Kernel>,
     pub epoch: Epoch,
     /// Timeout of one statement of an app.
     pub statement_timeout: Duration,
@@ -151,10 +153,19 @@ impl Supervisor {
         for manifest in new_manifests {
             // The load may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
+                let (slug, version) = (manifest.slug.to_string(), manifest.version.to_string());
                 self.register(&mut client, manifest).await?;
+                self.note_registration(&slug, &version);
             }
         }
         Ok(())
+    }
+
+    /// Notes in `activity.log` how the registration of an app's folder ended.
+    fn note_registration(&self, slug: &str, version: &str) {
+        let is_registered = self.snapshot.apps.get(slug).is_some_and(|app| app.manifest.version == version);
+        let outcome = if is_registered { "is registered" } else { "could not be registered" };
+        self.context.kernel.note(&format!("the app {slug} {version} {outcome}"));
     }
 
     async fn read_folders(&mut self) -> Result<Vec<Manifest>, RoundError> {

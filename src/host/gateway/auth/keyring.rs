@@ -3,17 +3,19 @@
 //! The file is checked at most once a second. An invalid file leaves the current keys in place.
 
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::system::activity;
+use crate::system::layout::Layout;
 use svc_http::proof::ProofKeys;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub struct Keyring {
-    file: PathBuf,
+    layout: Layout,
     state: Mutex<State>,
 }
 
@@ -48,17 +50,24 @@ impl FileStamp {
 }
 
 impl Keyring {
-    pub fn new(first: ProofKeys, file: PathBuf) -> Self {
+    /// The file is [`Layout::proof_keys`].
+    pub fn new(first: ProofKeys, layout: Layout) -> Self {
         let state = State { keys: Arc::new(first), generation: 0, last_stamp: None, checked_at: None };
-        Self { file, state: Mutex::new(state) }
+        Self { layout, state: Mutex::new(state) }
     }
 
     /// The current keys and their generation.
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {
-            state.checked_at = Some(Instant::now());
-            state.reload_if_changed(&self.file);
+            // The first check reads the keys that were already accepted before the start.
+            let is_start = state.checked_at.replace(Instant::now()).is_none();
+            let before = state.generation;
+            state.reload_if_changed(&self.layout.proof_keys());
+            if state.generation != before && !is_start {
+                let kids = kids(&state.keys).join(", ");
+                activity::note(&self.layout, &format!("the platform's proof keys are now {kids}"));
+            }
         }
         (state.keys.clone(), state.generation)
     }
@@ -108,15 +117,17 @@ mod tests {
     }
 
     fn current_kids(ring: &Keyring) -> String {
-        ring.state.lock().unwrap().checked_at = None;
+        ring.state.lock().unwrap().checked_at = Instant::now().checked_sub(CHECK_INTERVAL);
         kids(&ring.current().0).join(",")
     }
 
     #[test]
     fn valid_file_replaces_keys_and_invalid_file_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("proof-keys.json");
-        let ring = Keyring::new(keys("first"), file.clone());
+        let layout = Layout::new(dir.path());
+        let file = layout.proof_keys();
+        std::fs::create_dir_all(layout.logs()).unwrap();
+        let ring = Keyring::new(keys("first"), layout.clone());
         assert_eq!(current_kids(&ring), "first");
         svc_base::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();
         assert_eq!(current_kids(&ring), "second");
@@ -128,5 +139,8 @@ mod tests {
         assert_eq!(ring.current().1, generation);
         std::fs::remove_file(&file).unwrap();
         assert_eq!(current_kids(&ring), "second");
+        let noted = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
+        assert_eq!(noted.lines().count(), 1, "{noted}");
+        assert!(noted.ends_with("the platform's proof keys are now second\n"), "{noted}");
     }
 }

@@ -58,7 +58,7 @@ impl PrincipalResolver {
         let owner = match &config.owner {
             OwnerConfig::Provisioned { identity, first_keys } => Owner::Provisioned {
                 identity: identity.clone(),
-                keyring: Keyring::new(first_keys.clone(), config.layout.proof_keys()),
+                keyring: Keyring::new(first_keys.clone(), config.layout.clone()),
             },
             OwnerConfig::DevDefault => {
                 Owner::DevDefault { sub: "dev".parse().expect("the dev user's name is well formed") }

@@ -13,6 +13,7 @@ use http::{HeaderMap, Method, StatusCode, header};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
+use super::limit_notes;
 use super::limits::sender;
 use crate::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
 use crate::agents::dispatch::event_log::EventLog;
@@ -49,7 +50,9 @@ pub async fn dispatch(
     let settings = kernel.settings();
     let asked = DispatchRequest::read(&mut fields, &sender(&resolver, &caller), &settings.agents);
     let asked = fields.finish(asked)?;
-    let found = dispatcher.accept(asked).await?;
+    let sender_id = asked.sender_id.clone();
+    let found = dispatcher.accept(asked).await;
+    let found = found.inspect_err(|problem| limit_notes::record(&kernel, &sender_id, problem))?;
     if wants_json(&headers) {
         return Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &found))).into_response());
     }

@@ -3,6 +3,7 @@
 use http::StatusCode;
 use secrecy::{ExposeSecret, SecretString};
 
+use super::code_probe::CodeProbe;
 use super::config::SyncConfig;
 use super::vitals;
 use crate::system::platform_response::{ProblemBody, read_body};
@@ -47,18 +48,20 @@ pub enum HeartbeatError {
 pub struct HeartbeatClient<'a> {
     config: &'a SyncConfig,
     client: reqwest::Client,
+    code: CodeProbe,
 }
 
 impl<'a> HeartbeatClient<'a> {
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn new(config: &'a SyncConfig) -> anyhow::Result<Self> {
-        Ok(Self { config, client: client::build(Deadlines::CALL)? })
+        Ok(Self { config, client: client::build(Deadlines::CALL)?, code: CodeProbe::default() })
     }
 
     pub async fn send_heartbeat(&self) -> Result<HeartbeatReply, HeartbeatError> {
         let config = self.config;
-        let (health, attention) = vitals::health(config).await;
+        let (mut health, attention) = vitals::health(config).await;
+        health.code = self.code.check(&config.layout).await.map(Into::into);
         let mut request = Heartbeat {
             image_version: image_version(config),
             epoch: config.epoch(),

@@ -2,6 +2,7 @@
 //! platform's responses, such as newer proof keys or a replacement by another machine.
 
 mod apply_response;
+mod code_probe;
 mod config;
 mod heartbeat;
 mod meta;

@@ -64,10 +64,14 @@ fn attention(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
 
+/// The health of gateway and database; code-server's has a history, and is checked by `code_probe`.
 pub async fn health(config: &SyncConfig) -> (ComponentHealth, Vec<Attention>) {
     let (gateway, database) = tokio::join!(gateway_is_ready(config), check_database(config));
-    let health =
-        ComponentHealth { gateway: status(gateway).into(), database: status(database.is_ok()).into() };
+    let health = ComponentHealth {
+        gateway: status(gateway).into(),
+        database: status(database.is_ok()).into(),
+        code: None,
+    };
     let mut attention: Vec<Attention> = database.err().flatten().into_iter().collect();
     attention.extend(held_snapshot(config));
     attention.extend(waiting_update(config));
@@ -120,9 +124,10 @@ async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
     }
 }
 
-/// The space of the owner's file system.
+/// The space of the owner's file system; `None` if it cannot be measured.
 pub fn disk(config: &SyncConfig) -> Option<Disk> {
-    let stats = fs4::statvfs(config.layout.root()).ok()?;
+    let stats = fs4::statvfs(config.layout.root());
+    let stats = stats.inspect_err(|error| tracing::warn!(%error, "cannot measure the disk")).ok()?;
     Some(Disk { total_bytes: stats.total_space(), free_bytes: stats.available_space() })
 }
 

@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::stage::Stage;
 use crate::records::jsonl;
 use crate::snapshots::check_log::Status;
+use crate::system::activity;
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
@@ -45,5 +46,18 @@ pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
     let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
     let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);
     let appended = jsonl::append_line(&layout.logs().join("backup.jsonl"), &line);
+    activity::note(layout, &describe(record));
     last.and(appended)
+}
+
+/// The run, as a line of `activity.log`.
+fn describe(record: &Record) -> String {
+    match (record.status, &record.key) {
+        (Status::Success, Some(key)) => format!("the database is backed up as {key}"),
+        (Status::Success, None) => "the database is backed up".to_owned(),
+        (Status::Error, _) => {
+            let error = record.error.as_deref().unwrap_or("unknown error");
+            format!("the backup of the database failed: {error}")
+        }
+    }
 }

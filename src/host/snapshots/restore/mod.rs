@@ -14,6 +14,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use crate::snapshots::restore_marker::Marker;
+use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
 use crate::system::config::begin_log;
 use crate::system::layout::Layout;
@@ -99,7 +101,9 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 }
                 Some(Command::Replace) => {
                     let settings = RestoreSettings::read(layout)?;
-                    gate::open(&lock(&settings)?, &settings, ExistingRows::Replace).await
+                    let restored = gate::open(&lock(&settings)?, &settings, ExistingRows::Replace).await;
+                    note_outcome(&settings.layout, &restored);
+                    restored
                 }
                 Some(Command::Import { archive, options }) => import::run(&layout, &archive, options).await,
                 Some(Command::ImportStep(step)) => import::run_step(layout, step).await,
@@ -120,7 +124,20 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
     let settings = RestoreSettings::read(layout)?;
     let lock = lock(&settings)?;
     let _reporter = BootReporter::start(&settings.layout, settings.context.progress.subscribe());
-    gate::open(&lock, &settings, ExistingRows::Refuse).await
+    let restored = gate::open(&lock, &settings, ExistingRows::Refuse).await;
+    note_outcome(&settings.layout, &restored);
+    restored
+}
+
+/// Notes the outcome of a restore in `activity.log`.
+fn note_outcome(layout: &Layout, restored: &Result<(), Failure>) {
+    let snapshot = || Marker::read(layout).ok().flatten().and_then(|marker| marker.snapshot);
+    let text = match restored.as_ref().map(|()| snapshot()) {
+        Ok(Some(key)) => format!("the database is restored from {key}"),
+        Ok(None) => "the machine starts with an empty database".to_owned(),
+        Err(failure) => format!("the restore of the database failed: {:#}", failure.error),
+    };
+    activity::note(layout, &text);
 }
 
 fn lock(settings: &RestoreSettings) -> Result<Lock, Failure> {

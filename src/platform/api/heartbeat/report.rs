@@ -51,8 +51,8 @@ impl HeartbeatReport {
     }
 
     pub fn stored_health(&self) -> Value {
-        let ComponentHealth { gateway, database } = self.sent.health.clone();
-        json!(Health { gateway, database, disk: self.sent.disk })
+        let ComponentHealth { gateway, database, code } = self.sent.health.clone();
+        json!(Health { gateway, database, code, disk: self.sent.disk })
     }
 }
 
@@ -80,7 +80,7 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
             image_version: image_version?,
             epoch: epoch?,
             health: health?,
-            disk: Some(disk?),
+            disk,
             last_backup,
             last_update,
             checks,
@@ -125,12 +125,14 @@ fn health(fields: &mut Fields) -> Option<ComponentHealth> {
     let mut inner = fields.nested("health")?;
     let gateway: Option<ComponentStatus> = inner.required("gateway");
     let database: Option<ComponentStatus> = inner.required("database");
+    let code: Option<ComponentStatus> = inner.optional("code");
     fields.close(inner);
-    Some(ComponentHealth { gateway: gateway?.into(), database: database?.into() })
+    Some(ComponentHealth { gateway: gateway?.into(), database: database?.into(), code: code.map(Into::into) })
 }
 
+/// `None` also if the host could not measure it.
 fn disk(fields: &mut Fields) -> Option<Disk> {
-    let mut inner = fields.nested("disk")?;
+    let mut inner = fields.optional_nested("disk")?;
     let (total, free) = (inner.required_number("totalBytes"), inner.required_number("freeBytes"));
     fields.close(inner);
     Some(Disk { total_bytes: total?, free_bytes: free? })
@@ -241,6 +243,7 @@ mod tests {
             health: ComponentHealth {
                 gateway: ComponentStatus::Ok.into(),
                 database: ComponentStatus::Failing.into(),
+                code: Some(ComponentStatus::Ok.into()),
             },
             disk: Some(Disk { total_bytes: 9, free_bytes: 5 }),
             last_backup: Some(LastBackup {
@@ -289,6 +292,7 @@ mod tests {
     async fn parse_report_accepts_older_and_newer_hosts() {
         let mut minimal = json!(full_heartbeat());
         let optional = [
+            "disk",
             "lastBackup",
             "lastUpdate",
             "checks",
@@ -305,6 +309,7 @@ mod tests {
         minimal["health"]["someday"] = json!(1);
         let sent = parse(&minimal).await.unwrap().sent;
         assert_eq!((sent.last_backup, sent.updating, sent.attention), (None, false, vec![]));
+        assert_eq!(sent.disk, None);
         for name in optional {
             minimal[name] = Value::Null;
         }
@@ -315,13 +320,16 @@ mod tests {
     async fn parse_report_names_every_wrong_field() {
         let mut wrong = json!(full_heartbeat());
         wrong["epoch"] = json!(u64::from(u32::MAX));
-        wrong["disk"] = Value::Null;
+        wrong["disk"] = json!({ "totalBytes": 9 });
         wrong["health"]["gateway"] = json!("well");
         wrong["trustedKeys"]["ids"][0] = json!("x");
         wrong["checks"]["drill"]["at"] = json!("soon");
         let problem = parse(&wrong).await.err().unwrap();
         let errors = problem.members["errors"].as_array().unwrap();
         let named: Vec<_> = errors.iter().map(|error| error["pointer"].as_str().unwrap()).collect();
-        assert_eq!(named, ["/epoch", "/health/gateway", "/disk", "/checks/drill/at", "/trustedKeys/ids"]);
+        assert_eq!(
+            named,
+            ["/epoch", "/health/gateway", "/disk/freeBytes", "/checks/drill/at", "/trustedKeys/ids"]
+        );
     }
 }

@@ -121,6 +121,22 @@ mod tests {
     }
 
     #[test]
+    fn first_party_apps_are_vite_apps_built_into_dist() {
+        let mut slugs = Vec::new();
+        for entry in fs::read_dir(project().join("apps")).unwrap() {
+            let dir = entry.unwrap().path();
+            let Ok(text) = fs::read(dir.join("svc.json")) else { continue };
+            let manifest: Value = serde_json::from_slice(&text).unwrap();
+            let built = (&manifest["runtime"], &manifest["build"]["output"]);
+            assert_eq!(built, (&Value::from("vite"), &Value::from("dist")), "{}", dir.display());
+            assert!(dir.join("index.html").is_file() && dir.join("vite.config.ts").is_file());
+            slugs.push(manifest["slug"].as_str().unwrap().to_owned());
+        }
+        slugs.sort();
+        assert_eq!(slugs, ["notes", "tasks"]);
+    }
+
+    #[test]
     fn build_refuses_shell_without_key() {
         let dir = tempfile::tempdir().unwrap();
         let mut options = Options::new(Path::new("svc"), "v1", dir.path()).unwrap();

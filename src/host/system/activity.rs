@@ -1,0 +1,123 @@
+//! Lines of `activity.log` by programs other than the gateway, which has a writer of its own.
+//!
+//! Each line is one append to the file that has this name at that time, so that no line of another writer is
+//! overwritten and a rotation loses none. `svc-update` runs as root: it follows no link, writes only to a file of the
+//! directory's owner, and gives that owner the file that it creates.
+
+use std::ffi::OsStr;
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+
+use jiff::Timestamp;
+
+use crate::system::layout::Layout;
+use svc_base::beneath::Folder;
+use svc_base::chain::chain;
+use svc_base::clock;
+
+const FILE: &str = "activity.log";
+
+/// Appends a line with the current time. A failure is only logged: no work depends on it.
+pub fn note(layout: &Layout, what: &str) {
+    match append(layout, what) {
+        Ok(()) => {}
+        // A machine gets the directory at its boot, before any of these programs runs.
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            tracing::debug!(error = %chain(&error), "there is no directory for activity.log");
+        }
+        Err(error) => tracing::warn!(error = %chain(&error), "cannot write to activity.log"),
+    }
+}
+
+fn append(layout: &Layout, what: &str) -> io::Result<()> {
+    let logs = layout.logs();
+    let below = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
+    let mut file = Folder::open(layout.root())?.folder(below)?.append(OsStr::new(FILE))?;
+    let length = file.metadata()?.size();
+    let mut last = [b'\n'];
+    if length > 0 {
+        file.read_exact_at(&mut last, length - 1)?;
+    }
+    let missing_end = if last == [b'\n'] { "" } else { "\n" };
+    let what: String = what.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    file.write_all(format!("{missing_end}{} {what}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{chown, symlink};
+
+    use super::*;
+
+    fn machine() -> (tempfile::TempDir, Layout) {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fs::create_dir_all(layout.logs()).unwrap();
+        (dir, layout)
+    }
+
+    fn lines(layout: &Layout) -> Vec<String> {
+        let text = fs::read_to_string(layout.logs().join(FILE)).unwrap();
+        text.lines().map(|line| line.split_once(' ').map_or(line, |(_, what)| what).to_owned()).collect()
+    }
+
+    #[test]
+    fn notes_of_concurrent_writers_are_whole_lines() {
+        let (_dir, layout) = machine();
+        fs::write(layout.logs().join(FILE), "torn").unwrap();
+        std::thread::scope(|scope| {
+            for writer in 0..4 {
+                let layout = &layout;
+                scope.spawn(move || (0..50).for_each(|n| note(layout, &format!("{writer}\n{n}"))));
+            }
+        });
+        let mut found = lines(&layout);
+        assert_eq!(found.remove(0), "torn");
+        found.retain(|line| !line.is_empty());
+        let mut expected: Vec<String> = (0..200).map(|n| format!("{} {}", n / 50, n % 50)).collect();
+        found.sort();
+        expected.sort();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn note_keeps_the_owner_and_follows_no_link() {
+        let (dir, layout) = machine();
+        let path = layout.logs().join(FILE);
+        let victim = dir.path().join("victim");
+        fs::write(&victim, "A=1\n").unwrap();
+        symlink(&victim, &path).unwrap();
+        note(&layout, "x");
+        fs::remove_file(&path).unwrap();
+        fs::hard_link(&victim, &path).unwrap();
+        note(&layout, "x");
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "A=1\n");
+        fs::remove_file(&path).unwrap();
+        // A directory on the way is not followed either.
+        let system = layout.home().join("system");
+        fs::rename(&system, dir.path().join("elsewhere")).unwrap();
+        symlink(dir.path().join("elsewhere"), &system).unwrap();
+        note(&layout, "x");
+        assert!(!path.exists());
+        fs::remove_file(&system).unwrap();
+        note(&layout, "there is no directory");
+        fs::rename(dir.path().join("elsewhere"), &system).unwrap();
+
+        if !nix::unistd::geteuid().is_root() {
+            note(&layout, "mine");
+            assert_eq!(lines(&layout), ["mine"]);
+            return;
+        }
+        let (gateway, svc) = (4940, 4941);
+        chown(layout.logs(), Some(gateway), Some(svc)).unwrap();
+        note(&layout, "first");
+        note(&layout, "second");
+        let meta = fs::metadata(&path).unwrap();
+        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (gateway, svc, 0o640));
+        chown(&path, Some(0), Some(0)).unwrap();
+        note(&layout, "not into the file of another user");
+        assert_eq!(lines(&layout), ["first", "second"]);
+    }
+}
