@@ -212,13 +212,8 @@ const UNTESTABLE: [&str; 4] =
     ["1.5 other exclusions", "9.2", "Not restored / process state", "1.3 integrations"];
 
 /// The items without code or a test, which have no row.
-const UNTESTED: [&str; 5] = [
-    "1.6",
-    "1.7 batches",
-    "Routing 6 verification",
-    "Limits / row 5",
-    "Env CUSTOMER_VPS_TLS_VERIFY",
-];
+const UNTESTED: [&str; 5] =
+    ["1.6", "1.7 batches", "Routing 6 verification", "Limits / row 5", "Env CUSTOMER_VPS_TLS_VERIFY"];
 
 /// Finds rows without code or a test (of an item of `UNTESTABLE`: without a reason), and items without exactly one row.
 pub fn untraced(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {

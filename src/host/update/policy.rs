@@ -164,10 +164,10 @@ mod tests {
         }
     }
 
-    fn end(manifest: &Manifest, from: &str, allow: Allowances) -> Result<(), PolicyError> {
+    fn end(manifest: &Manifest, from: &str, allow: &Allowances) -> Result<(), PolicyError> {
         let from = from.parse().unwrap();
         let current_created = Some("2026-06-01T00:00:00Z".parse().unwrap());
-        check_release(&Candidate { from: &from, current_created, manifest }, &allow)
+        check_release(&Candidate { from: &from, current_created, manifest }, allow)
     }
 
     #[test]
@@ -182,18 +182,18 @@ mod tests {
         ] {
             let manifest = manifest(version, created, None);
             assert_eq!(
-                matches!(end(&manifest, "1.10", Allowances::default()), Err(PolicyError::Older { .. })),
+                matches!(end(&manifest, "1.10", &Allowances::default()), Err(PolicyError::Older { .. })),
                 older,
                 "{version} {created}"
             );
-            end(&manifest, "1.10", downgrade()).unwrap();
+            end(&manifest, "1.10", &downgrade()).unwrap();
         }
     }
 
     #[test]
     fn older_reports_whether_times_or_names_decided() {
         let describe = |version: &str, made: &str, from: &str| {
-            end(&manifest(version, made, None), from, Allowances::default()).unwrap_err().to_string()
+            end(&manifest(version, made, None), from, &Allowances::default()).unwrap_err().to_string()
         };
         let of_one_time = describe("r1", "2026-06-01T00:00:00Z", "story-1");
         assert!(
@@ -246,8 +246,8 @@ mod tests {
     #[test]
     fn release_can_require_earlier_one() {
         let manifest = manifest("3", "2026-07-01T00:00:00Z", Some("1.10"));
-        assert!(matches!(end(&manifest, "1.9", Allowances::default()), Err(PolicyError::TooFar { .. })));
-        end(&manifest, "1.10", Allowances::default()).unwrap();
-        end(&manifest, "2", Allowances::default()).unwrap();
+        assert!(matches!(end(&manifest, "1.9", &Allowances::default()), Err(PolicyError::TooFar { .. })));
+        end(&manifest, "1.10", &Allowances::default()).unwrap();
+        end(&manifest, "2", &Allowances::default()).unwrap();
     }
 }
