@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use svc::host::system::tar_reader::{TarLimits, TarReader};
 
 use super::Target;
-use super::archive::{hostile, in_order, sealed};
+use super::archive::{hostile, in_order, is_in_order, sealed};
 
 const LIMITS: TarLimits =
     TarLimits { entries: 16, name_bytes: 200, all_name_bytes: 600, file_bytes: 4_000, all_file_bytes: 8_000 };
@@ -68,9 +68,7 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {
         let Ok(entry) = entry else { return Ok(()) };
         let path = entry.path().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
-        let name = path.rsplit('/').next().unwrap_or_default();
-        // The archives of `in_order`, recognised by their names.
-        if !name.starts_with('f') || path.len() != name.len() + 2 * path.matches("d/").count() {
+        if !is_in_order(&path) {
             return Ok(());
         }
         wanted.push((path, entry.size()));
