@@ -72,24 +72,8 @@ fn nearest<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
     let name = plain(&preview::truncate(name, MAX_SHOWN_CHARS));
     known.iter().copied().find(|known| {
         let max = if known.len() < MIN_LONG_NAME_CHARS { 1 } else { 2 };
-        distance(&name, &plain(known)) <= max
+        strsim::levenshtein(&name, &plain(known)) <= max
     })
-}
-
-/// The number of characters to insert, delete or replace (Levenshtein).
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, to) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(from != *to);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]
