@@ -26,6 +26,7 @@ use crate::records::writer::{Records, Writer};
 use crate::system::layout::Layout;
 use svc_base::chain::chain;
 use svc_http::problem::{Code, Problem};
+use svc_http::rate::RateLimit;
 
 /// Interval of writing `usage.jsonl`.
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
@@ -36,6 +37,8 @@ const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_LISTENERS: usize = 32;
 /// Interval of retries to read the records.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval of the notes that a limit has refused a user's dispatches.
+const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
 
 pub struct Kernel {
     layout: Layout,
@@ -52,6 +55,8 @@ pub struct Kernel {
     listeners: Arc<Semaphore>,
     /// Cancelled when the book is open.
     opened: CancellationToken,
+    /// Limits the notes of refused dispatches, by user.
+    refusal_notes: RateLimit<String>,
 }
 
 impl Kernel {
@@ -70,6 +75,7 @@ impl Kernel {
             reserved: Mutex::default(),
             listeners: Arc::new(Semaphore::new(MAX_LISTENERS)),
             opened: CancellationToken::new(),
+            refusal_notes: RateLimit::every(REFUSAL_NOTE_INTERVAL, 1),
         })
     }
 
@@ -100,6 +106,13 @@ impl Kernel {
     /// Writes a line of `activity.log`. A dropped line is reported as a gap.
     pub fn note(&self, what: &str) {
         let _ = self.records.note(what);
+    }
+
+    /// Writes a line of `activity.log` that a cost limit has refused a dispatch, at most once a minute for each user.
+    pub fn note_refusal(&self, user: &str, why: &str) {
+        if self.refusal_notes.check(&user.to_owned()).is_ok() {
+            self.note(&format!("a dispatch of {user} was refused: {why}"));
+        }
     }
 
     /// Waits until all earlier records are durable; `false` on timeout.

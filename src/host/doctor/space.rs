@@ -2,23 +2,20 @@
 
 use std::path::Path;
 
+use crate::system::disk_fill::{DiskFill, free_percent, gib};
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 
-const GIB: u64 = 1 << 30;
-
 /// Rates the free space of one file system.
 fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
-    let percent = (free * 100).checked_div(total).unwrap_or(0);
-    let summary = format!("{}: {:.1} GiB free ({percent} %)", path.display(), free as f64 / GIB as f64);
+    let percent = free_percent(total, free);
+    let summary = format!("{}: {:.1} GiB free ({percent} %)", path.display(), gib(free));
     let next = "free room (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
                 recovery makes a new disk without the files that are not in the database";
-    if free < GIB / 2 || percent < 3 {
-        findings.problem(summary, next)
-    } else if free < 2 * GIB || percent < 10 {
-        findings.warning(summary, next)
-    } else {
-        findings.ok(summary)
+    match DiskFill::of(total, free) {
+        DiskFill::Full => findings.problem(summary, next),
+        DiskFill::Low => findings.warning(summary, next),
+        DiskFill::Room => findings.ok(summary),
     }
 }
 
@@ -44,6 +41,8 @@ pub fn check(layout: &Layout) -> Findings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const GIB: u64 = 1 << 30;
 
     #[test]
     fn assess_warns_before_disk_is_full() {

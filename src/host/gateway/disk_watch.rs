@@ -6,39 +6,18 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use crate::agents::kernel::Kernel;
+use crate::system::disk_fill::{DiskFill, gib};
 use crate::system::layout::Layout;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
-const GIB: u64 = 1 << 30;
-
-/// How full a disk is, by the limits of `svcctl doctor host`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fill {
-    Room,
-    Low,
-    Full,
-}
-
-impl Fill {
-    fn of(total: u64, free: u64) -> Self {
-        let percent = free.saturating_mul(100).checked_div(total).unwrap_or(0);
-        if free < GIB / 2 || percent < 3 {
-            Self::Full
-        } else if free < 2 * GIB || percent < 10 {
-            Self::Low
-        } else {
-            Self::Room
-        }
-    }
-}
 
 /// Checks the disk until `stop`.
 pub async fn watch(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
-    let mut fill = Fill::Room;
+    let mut fill = DiskFill::Room;
     loop {
         if let Ok(disk) = fs4::statvfs(layout.home()) {
             let (total, free) = (disk.total_space(), disk.available_space());
-            let before = std::mem::replace(&mut fill, Fill::of(total, free));
+            let before = std::mem::replace(&mut fill, DiskFill::of(total, free));
             if let Some(text) = describe_change(before, fill, total, free) {
                 kernel.note(&text);
             }
@@ -50,16 +29,15 @@ pub async fn watch(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken)
     }
 }
 
-fn describe_change(before: Fill, now: Fill, total: u64, free: u64) -> Option<String> {
+fn describe_change(before: DiskFill, now: DiskFill, total: u64, free: u64) -> Option<String> {
     if before == now {
         return None;
     }
-    let gib = |bytes: u64| bytes as f64 / GIB as f64;
     let space = format!("{:.1} of {:.1} GiB are free", gib(free), gib(total));
     Some(match now {
-        Fill::Room => format!("the disk has room again: {space}"),
-        Fill::Low => format!("the disk is getting full: {space}"),
-        Fill::Full => format!("the disk is almost full: {space}"),
+        DiskFill::Room => format!("the disk has room again: {space}"),
+        DiskFill::Low => format!("the disk is getting full: {space}"),
+        DiskFill::Full => format!("the disk is almost full: {space}"),
     })
 }
 
@@ -67,11 +45,13 @@ fn describe_change(before: Fill, now: Fill, total: u64, free: u64) -> Option<Str
 mod tests {
     use super::*;
 
+    const GIB: u64 = 1 << 30;
+
     #[test]
     fn each_change_of_the_fill_is_described_once() {
-        let mut fill = Fill::Room;
+        let mut fill = DiskFill::Room;
         let mut check = |free: u64| {
-            let before = std::mem::replace(&mut fill, Fill::of(40 * GIB, free));
+            let before = std::mem::replace(&mut fill, DiskFill::of(40 * GIB, free));
             describe_change(before, fill, 40 * GIB, free)
         };
         assert_eq!(check(20 * GIB), None);
@@ -79,6 +59,5 @@ mod tests {
         assert_eq!(check(3 * GIB), None);
         assert_eq!(check(GIB / 4).unwrap(), "the disk is almost full: 0.2 of 40.0 GiB are free");
         assert_eq!(check(30 * GIB).unwrap(), "the disk has room again: 30.0 of 40.0 GiB are free");
-        assert_eq!(Fill::of(0, 0), Fill::Full);
     }
 }

@@ -7,6 +7,7 @@ pub mod backoff;
 pub mod blocking;
 pub mod boot_progress;
 pub mod config;
+pub mod disk_fill;
 pub mod epoch;
 pub mod layout;
 pub mod lock;

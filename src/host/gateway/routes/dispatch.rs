@@ -13,7 +13,6 @@ use http::{HeaderMap, Method, StatusCode, header};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use super::limit_notes;
 use super::limits::sender;
 use crate::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
 use crate::agents::dispatch::event_log::EventLog;
@@ -52,7 +51,11 @@ pub async fn dispatch(
     let asked = fields.finish(asked)?;
     let sender_id = asked.sender_id.clone();
     let found = dispatcher.accept(asked).await;
-    let found = found.inspect_err(|problem| limit_notes::record(&kernel, &sender_id, problem))?;
+    let found = found.inspect_err(|problem| {
+        if problem.code == Code::CostLimitReached {
+            kernel.note_refusal(&sender_id, &problem.detail);
+        }
+    })?;
     if wants_json(&headers) {
         return Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &found))).into_response());
     }

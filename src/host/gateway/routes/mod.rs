@@ -5,7 +5,6 @@ pub mod backup_progress;
 pub mod dispatch;
 pub mod health;
 pub mod internal;
-mod limit_notes;
 pub mod limits;
 pub mod metrics;
 pub mod quiesce;

@@ -1,0 +1,54 @@
+//! How full a disk is.
+
+const GIB: u64 = 1 << 30;
+
+/// How full a disk is: both a share and an amount of free space count, because a small disk fills sooner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskFill {
+    Room,
+    /// Less than 2 GiB or 10 % are free.
+    Low,
+    /// Less than 512 MiB or 3 % are free.
+    Full,
+}
+
+impl DiskFill {
+    pub fn of(total_bytes: u64, free_bytes: u64) -> Self {
+        let percent = free_percent(total_bytes, free_bytes);
+        if free_bytes < GIB / 2 || percent < 3 {
+            Self::Full
+        } else if free_bytes < 2 * GIB || percent < 10 {
+            Self::Low
+        } else {
+            Self::Room
+        }
+    }
+}
+
+/// The free share; 0 of a disk without space.
+pub fn free_percent(total_bytes: u64, free_bytes: u64) -> u64 {
+    free_bytes.saturating_mul(100).checked_div(total_bytes).unwrap_or(0)
+}
+
+pub fn gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn share_and_amount_of_free_space_count() {
+        for (total, free, fill) in [
+            (40 * GIB, 20 * GIB, DiskFill::Room),
+            (40 * GIB, 3 * GIB, DiskFill::Low),
+            (10 * GIB, 2 * GIB - 1, DiskFill::Low),
+            (400 * GIB, 8 * GIB, DiskFill::Full),
+            (10 * GIB, GIB / 4, DiskFill::Full),
+            (0, 0, DiskFill::Full),
+        ] {
+            assert_eq!(DiskFill::of(total, free), fill, "{free} of {total}");
+        }
+    }
+}
