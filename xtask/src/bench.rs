@@ -12,7 +12,7 @@ use crate::cargo;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// footprint, router, bridge, bundle, backup, restore or records
+    /// footprint, router, bridge, bundle, backup, restore, records or hook
     #[arg(value_name = "AREA")]
     area: String,
     /// Rounds per side, by default 5

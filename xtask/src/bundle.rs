@@ -37,6 +37,9 @@ pub struct Args {
     /// Validity of the signed manifest, from the commit date
     #[arg(long, value_name = "DAYS", default_value_t = bundle::VALID_DAYS)]
     valid_days: u32,
+    /// Add Node.js, code-server, Claude Code and Codex, each at its pinned version unless --runtime names another
+    #[arg(long)]
+    full: bool,
     /// NAME=DIR or NAME=npm:PACKAGE@VERSION, as runtime/NAME: node, code-server, postgres (default: the pinned client
     /// tools of PostgreSQL 16), agents/NAME; repeatable
     #[arg(long = "runtime", value_name = "SOURCE")]
@@ -49,7 +52,7 @@ pub struct Args {
     #[arg(long)]
     no_postgres: bool,
     /// The smallest bundle that boots: the test build of the binary, two test apps, and PostgreSQL's client tools
-    #[arg(long, conflicts_with_all = ["no_shell", "runtimes"])]
+    #[arg(long, conflicts_with_all = ["no_shell", "full", "runtimes"])]
     minimal: bool,
 }
 
@@ -66,7 +69,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         options.level = Compression::new(6);
         // Inputs are validated before any long step.
         apps::build(&mut options, &target_dir().join("apps"), key)?;
-        options.runtime = runtime::gather(&args.runtimes)?;
+        let sources = if args.full { runtime::full(&args.runtimes)? } else { args.runtimes };
+        options.runtime = runtime::gather(&sources)?;
     }
     if !args.no_postgres {
         runtime::add_client_tools(&mut options.runtime)?;

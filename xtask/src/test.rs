@@ -1,58 +1,64 @@
 //! `cargo xtask test`: runs the tests with nextest where it is installed, otherwise with cargo's own runner.
 
-use std::path::Path;
+use std::ffi::OsString;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
 use kit::long::{self, Sums};
+use kit::pg::RunServer;
 use kit::skip;
 
 use crate::cargo;
+
+/// What the tests are told: where they report skipped tests and figures, and the address of the run's database server.
+type Variables = Vec<(&'static str, OsString)>;
 
 /// Runs the tests whose names contain a filter (default: all), and lists those that were skipped. `long` adds the
 /// ignored ones and writes the sums of their figures to `target/long/report.json`.
 pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     // Build first: compiling during the tests would use up their timeouts.
     cargo::run(&["build", "--workspace"])?;
+    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    let server = runtime.block_on(RunServer::start())?;
     let skipped = kit::fetch::target_dir().join("skipped-tests.txt");
     std::fs::write(&skipped, "").with_context(|| format!("empty {}", skipped.display()))?;
-    let exit = if long { run_long(filters, &skipped) } else { run_tests(false, filters, &skipped, None) };
+    let mut variables: Variables = vec![(skip::REPORT, std::path::absolute(&skipped)?.into_os_string())];
+    let (name, address) = server.variable();
+    variables.push((name, address.into()));
+    let exit = if long { run_long(filters, variables) } else { run_tests(false, filters, variables) };
+    drop(server);
     let skipped = std::fs::read_to_string(&skipped)?;
     skipped.lines().for_each(|line| println!("skipped: {line}"));
     exit
 }
 
-fn run_long(filters: &[String], skipped: &Path) -> Result<ExitCode> {
+fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
     let dir = kit::fetch::target_dir().join("long");
     std::fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
     std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
-    let exit = run_tests(true, filters, skipped, Some(&figures))?;
+    variables.push((long::REPORT, std::path::absolute(&figures)?.into_os_string()));
+    let exit = run_tests(true, filters, variables)?;
     let sums = Sums::collect(&figures, &report)?;
     println!("{}\nwritten to {}", sums.line(), report.display());
     Ok(if sums.lost == 0 { exit } else { ExitCode::FAILURE })
 }
 
-/// Runs the tests with the available runner; skipped tests append their reasons to `skipped`, long
-/// ones their figures to `figures`.
-fn run_tests(long: bool, filters: &[String], skipped: &Path, figures: Option<&Path>) -> Result<ExitCode> {
-    let mut reports = vec![(skip::REPORT, std::path::absolute(skipped)?)];
-    if let Some(figures) = figures {
-        reports.push((long::REPORT, std::path::absolute(figures)?));
-    }
+/// Runs the tests with the available runner.
+fn run_tests(long: bool, filters: &[String], variables: Variables) -> Result<ExitCode> {
     if cargo::has("nextest") {
         let mut nextest = cargo::command(&["nextest", "run", "--workspace", "--no-fail-fast"]);
         if long {
             nextest.args(["--run-ignored", "all"]);
         }
-        nextest.args(filters).envs(reports);
+        nextest.args(filters).envs(variables);
         return Ok(run_command(&mut nextest)?.0);
     }
     let mut plain = cargo::command(&["test", "--workspace", "--no-fail-fast", "--"]);
     if long {
         plain.arg("--include-ignored");
     }
-    plain.args(filters).envs(reports).stdout(Stdio::piped());
+    plain.args(filters).envs(variables).stdout(Stdio::piped());
     let (exit, summary) = run_command(&mut plain)?;
     println!("{summary}");
     Ok(exit)

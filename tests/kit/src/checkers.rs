@@ -3,17 +3,13 @@
 //! Relocatable programs are pinned and fetched into `target/tools`; systemd's tools are those of the machine, and are
 //! installed if they are missing and permission allows.
 
-use std::env;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 
-use crate::child;
+use crate::apt::{self, is_in_path};
 use crate::packages::{Deb, Program};
-
-const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
 
 const SHELLCHECK: Program = Program {
     debs: &[Deb {
@@ -147,27 +143,8 @@ fn cloud_init_python() -> Result<Command> {
 /// Fails if the program is missing and cannot be installed.
 pub fn find_or_install(program: &str, package: &str) -> Result<Command> {
     if !is_in_path(program) {
-        let can_install = nix::unistd::geteuid().is_root() && is_in_path("apt-get");
-        ensure!(
-            can_install,
-            "{program} is missing (Debian package {package}); only root on Debian can install it"
-        );
-        apt(&["update"])?;
-        apt(&["install", "--yes", "--no-install-recommends", package])?;
+        apt::install(&[package], &format!("{program} is missing"))?;
         ensure!(is_in_path(program), "{package} is installed, but {program} is still missing");
     }
     Ok(Command::new(program))
-}
-
-fn apt(args: &[&str]) -> Result<()> {
-    let mut command = Command::new("apt-get");
-    command.args(["--quiet=2", "-o", "DPkg::Lock::Timeout=300"]).args(args);
-    command.env("DEBIAN_FRONTEND", "noninteractive");
-    child::run(command, INSTALL_TIMEOUT).with_context(|| format!("apt-get {}", args.join(" ")))?;
-    Ok(())
-}
-
-fn is_in_path(program: &str) -> bool {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

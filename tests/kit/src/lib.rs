@@ -18,6 +18,8 @@
 //! | [`browser`] | browser tests of the web pages, in Chromium |
 //! | [`dev`] | the services of the story, kept running for a developer |
 //! | [`deb`] | the Debian packages, installed by dpkg in a separate root |
+//! | [`model_stub`] | scripted model APIs for coding agents |
+//! | [`apt`] | Debian packages, installed on this machine |
 //! | [`checkers`] | linters for generated configuration |
 //! | [`long`] | measurements of the long tests, and their totals |
 //! | [`quoted`] | command lines that texts quote, checked against a program's definition |
@@ -26,6 +28,7 @@
 //!
 //! The kit never links the product: it uses the product's public interfaces, as users do.
 
+pub mod apt;
 pub mod browser;
 pub mod bundle;
 pub mod ca;
@@ -38,6 +41,7 @@ pub mod fetch;
 pub mod heads;
 pub mod idp;
 pub mod long;
+pub mod model_stub;
 pub mod moto;
 pub mod net;
 pub mod packages;

@@ -40,7 +40,7 @@ const fn full_act(name: &'static str, run: RunAct) -> LabAct {
     LabAct { name, is_quick: false, run }
 }
 
-static ACTS: [LabAct; 32] = [
+static ACTS: [LabAct; 33] = [
     quick_act("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
     quick_act("sound", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
     quick_act("use", |stack, _| Box::pin(life::insert_and_find(stack))),
@@ -94,6 +94,9 @@ static ACTS: [LabAct; 32] = [
     }),
     full_act("full-release", |stack, machines| {
         Box::pin(updates::deploy_full_release(stack, &machines.current))
+    }),
+    full_act("bundled-agent", |stack, machines| {
+        Box::pin(agent::run_bundled_agents(stack, &machines.current))
     }),
     full_act("attacks", |stack, machines| Box::pin(agent::run_attacks(stack, &machines.current))),
     // Requires the full release, which contains code-server.

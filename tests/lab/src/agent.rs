@@ -5,9 +5,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 
 use kit::browser;
+use kit::model_stub::ModelStub;
 use kit::story::{MachineRecord, Stack};
+use kit::vm::HOST_FROM_GUEST;
+use serde_json::json;
 
 const DISPATCH: &str = include_str!("agent.sh");
+const BUNDLED_AGENT: &str = include_str!("bundled_agent.sh");
 const ATTACK: &str = include_str!("attack.sh");
 const ATTACKS: &str = include_str!("attacks.sh");
 /// Path of `attack.sh` on the machine.
@@ -16,10 +20,25 @@ const ATTACK_FILE: &str = "/home/svc/home/lab-attack.sh";
 const PRINT_AND_CLEAN_UP: &str = "cd /home/svc/home && cat lab-attack.out && rm -rf lab-* apps/lab-*";
 const TIMEOUT: Duration = Duration::from_secs(300);
 const ATTACKS_TIMEOUT: Duration = Duration::from_secs(1200);
+/// The programs take minutes to start on an emulated processor.
+const BUNDLED_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// Runs `agent.sh`.
 pub async fn run_dispatch(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     run(stack, machine, DISPATCH, TIMEOUT).await
+}
+
+/// Runs `bundled_agent.sh` with a stub of the model's API: requires a full release.
+pub async fn run_bundled_agents(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let done = json!({ "text": "All done." });
+    let write = json!({ "name": "Write", "input": { "file_path": "/home/svc/home/lab-from-claude", "content": "x\n" } });
+    let command = json!({ "name": "exec_command", "input": { "cmd": "echo x >lab-from-codex" } });
+    let script = json!({ "tracks": { "claude": [{ "tools": [write] }, done], "codex": [{ "tools": [command] }, done] } });
+    let dir = tempfile::tempdir()?;
+    let model = ModelStub::start(&script, dir.path())?;
+    let script = format!("MODEL=http://{HOST_FROM_GUEST}:{}\n{BUNDLED_AGENT}", model.port());
+    let ((), summary) = run(stack, machine, &script, BUNDLED_TIMEOUT).await?;
+    Ok(((), format!("{summary}; {} requests to the model's API", model.request_count())))
 }
 
 /// Runs `attacks.sh`.

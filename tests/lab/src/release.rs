@@ -6,7 +6,6 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use kit::browser;
 use kit::bundle::{Options, apps, runtime};
 use kit::fetch::target_dir;
 use kit::pg::PgBinaries;
@@ -22,14 +21,14 @@ pub fn prepare() -> Result<()> {
             format!("a full release requires Node.js 20 or newer and npm: {program} is missing")
         })?;
     }
-    browser::code_server().map(drop)
+    runtime::gather(&runtime::full(&[])?).map(drop)
 }
 
-/// Like [`small`], with the default apps, the shell, code-server and its Node.js.
+/// Like [`small`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
 pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = small(svc, postgres, version, dir)?;
     apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
-    options.runtime.extend(browser::code_server()?);
+    options.runtime.extend(runtime::gather(&runtime::full(&[])?)?);
     Ok(options)
 }
 

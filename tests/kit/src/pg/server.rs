@@ -14,9 +14,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::statvfs::statvfs;
 use nix::unistd::{AccessFlags, Pid, access};
 use tempfile::TempDir;
+use tokio_postgres::Client;
 
-use super::PgBinaries;
 use super::cluster::{self, PreparedCluster};
+use super::{PgAddress, PgBinaries};
 use crate::child::{self, AtExit};
 use crate::net;
 
@@ -52,8 +53,7 @@ pub enum Durability {
 pub struct PgServer {
     binaries: PgBinaries,
     data_dir: PathBuf,
-    port: u16,
-    password: String,
+    address: PgAddress,
     settings: Vec<(String, String)>,
     process: Mutex<Option<Child>>,
     /// Directory of log, socket, and temporary data; removed last.
@@ -69,8 +69,8 @@ impl PgServer {
         let is_copy = options.password.is_none() && options.durability == Durability::FsyncOff;
         let mut server = Self::prepare(binaries, options)?;
         let (binaries, data_dir, password) =
-            (binaries.clone(), server.data_dir.clone(), server.password.clone());
-        server.password = tokio::task::spawn_blocking(move || -> Result<String> {
+            (binaries.clone(), server.data_dir.clone(), server.address.password.clone());
+        server.address.password = tokio::task::spawn_blocking(move || -> Result<String> {
             if is_copy {
                 let cluster = PreparedCluster::of(&binaries)?;
                 cluster.copy_to(&data_dir)?;
@@ -85,7 +85,7 @@ impl PgServer {
             match server.restart().await {
                 // Another process bound the port first.
                 Err(error) if any_port && format!("{error:#}").contains("Address already in use") => {
-                    server.port = net::free_port()?;
+                    server.address.port = net::free_port()?;
                 }
                 result => return result.map(|()| server),
             }
@@ -130,8 +130,10 @@ impl PgServer {
         Ok(Self {
             binaries: binaries.clone(),
             data_dir: options.data_dir.unwrap_or_else(|| temp_dir.path().join("data")),
-            port: options.port.map_or_else(net::free_port, Ok)?,
-            password: options.password.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
+            address: PgAddress {
+                port: options.port.map_or_else(net::free_port, Ok)?,
+                password: options.password.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
+            },
             settings,
             process: Mutex::new(None),
             temp_dir,
@@ -186,12 +188,31 @@ impl PgServer {
     }
 
     pub fn port(&self) -> u16 {
-        self.port
+        self.address.port
+    }
+
+    pub fn address(&self) -> &PgAddress {
+        &self.address
+    }
+
+    /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
+    pub fn url(&self, database: &str) -> String {
+        self.address.url(database)
+    }
+
+    /// Connects as superuser. The connection is closed when the client is dropped.
+    pub async fn connect(&self, database: &str) -> Result<Client> {
+        self.address.connect(database).await
+    }
+
+    /// Creates an empty database.
+    pub async fn create_database(&self, name: &str) -> Result<()> {
+        self.address.create_database(name).await
     }
 
     /// The password of the superuser `postgres`.
     pub fn password(&self) -> &str {
-        &self.password
+        &self.address.password
     }
 
     pub fn data_dir(&self) -> &Path {
@@ -218,11 +239,15 @@ impl PgServer {
 
     fn spawn(&self) -> Result<()> {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        ensure!(process.is_none(), "the server on port {} is already running", self.port);
+        ensure!(process.is_none(), "the server on port {} is already running", self.address.port);
         let log = File::create(self.log_file())?;
         let mut command = self.binaries.server("postgres");
         command.arg("-D").arg(&self.data_dir);
-        command.arg("-c").arg("listen_addresses=127.0.0.1").arg("-c").arg(format!("port={}", self.port));
+        command
+            .arg("-c")
+            .arg("listen_addresses=127.0.0.1")
+            .arg("-c")
+            .arg(format!("port={}", self.address.port));
         command.arg("-c").arg(format!("unix_socket_directories={}", self.temp_dir.path().display()));
         for (name, value) in &self.settings {
             command.arg("-c").arg(format!("{name}={value}"));

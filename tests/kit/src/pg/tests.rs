@@ -128,7 +128,9 @@ async fn test_databases_are_separate() -> Result<()> {
     let (one, two) = tokio::try_join!(test_database(), test_database())?;
     one.connect().await?.batch_execute("CREATE TABLE mine (id int)").await?;
     assert!(two.connect().await?.query("SELECT * FROM mine", &[]).await.is_err(), "databases are shared");
-    assert_eq!(one.server().port(), two.server().port(), "the server is shared");
+    let server_of =
+        |database: &TestDatabase| database.url().rsplit_once('/').map(|(server, _)| server.to_owned());
+    assert_eq!(server_of(&one), server_of(&two), "the server is shared");
     Ok(())
 }
 
@@ -155,7 +157,7 @@ async fn template_is_prepared_once_and_copied() -> Result<()> {
 #[tokio::test]
 async fn dropped_database_is_removed_by_next_request() -> Result<()> {
     let dropped = test_database().await?;
-    let (server, name) = (dropped.server(), dropped.name().to_owned());
+    let name = dropped.name().to_owned();
     let _still_connected = dropped.connect().await?;
     drop(dropped);
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -166,6 +168,39 @@ async fn dropped_database_is_removed_by_next_request() -> Result<()> {
         if client.query("SELECT 1 FROM pg_database WHERE datname = $1", &[&name]).await?.is_empty() {
             return Ok(());
         }
-        assert!(Instant::now() < deadline, "{name} is still on the server on port {}", server.port());
+        assert!(Instant::now() < deadline, "{name} is still on the server");
     }
+}
+
+#[tokio::test]
+async fn run_server_prepares_once_and_drops_databases_of_ended_processes() -> Result<()> {
+    let run = RunServer::start().await?;
+    let (_, value) = run.variable();
+    let (port, password) = value.split_once(' ').expect("two words");
+    let server = PgAddress { port: port.parse()?, password: password.to_owned() };
+    let prepare = async |url: String| -> Result<()> {
+        let (client, connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await?;
+        let connection = tokio::spawn(connection);
+        client.batch_execute("CREATE TABLE kept (id int)").await?;
+        drop(client);
+        Ok(connection.await??)
+    };
+    let first = run_server::template(&server, "key", async |url| anyhow::bail!("no schema for {url}")).await;
+    assert!(first.is_err(), "a failed preparation leaves no template");
+    let (one, two) = tokio::try_join!(
+        run_server::template(&server, "key", prepare),
+        run_server::template(&server, "key", prepare)
+    )?;
+    assert_eq!(one, two);
+    let mut ended = std::process::Command::new("true").spawn()?;
+    let names = [format!("test_{}_0", ended.id()), format!("test_{}_0", std::process::id())];
+    ended.wait()?;
+    for name in &names {
+        server.database_from_template(&one, name).await?;
+        server.connect(name).await?.batch_execute("INSERT INTO kept VALUES (1)").await?;
+    }
+    run_server::drop_databases_of_ended_tests(&server).await?;
+    let left = server.databases().await?;
+    assert_eq!(names.map(|name| left.contains(&name)), [false, true]);
+    Ok(())
 }

@@ -1,13 +1,8 @@
 //! Programs that a lab needs, from Debian packages.
 
-use std::env;
-use std::path::Path;
-use std::process::Command;
-use std::time::Duration;
+use anyhow::{Result, ensure};
 
-use anyhow::{Context, Result, bail, ensure};
-
-use crate::child;
+use crate::apt::{self, is_in_path};
 
 /// Programs with their packages. The order matters: QEMU's own `qemu-img` replaces another version.
 const PROGRAMS: [(&str, &str); 7] = [
@@ -19,7 +14,6 @@ const PROGRAMS: [(&str, &str); 7] = [
     ("ssh", "openssh-client"),
     ("mkfs.ext4", "e2fsprogs"),
 ];
-const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Installs missing programs as root on Debian; elsewhere, a missing program is an error.
 ///
@@ -31,34 +25,9 @@ pub fn ensure_installed() -> Result<()> {
         "the lab needs root: it builds a Debian disk with package tools"
     );
     let missing = || PROGRAMS.into_iter().find(|(program, _)| !is_in_path(program));
-    if missing().is_none() {
-        return Ok(());
-    }
-    if !is_in_path("apt-get") {
-        let names: Vec<&str> =
-            PROGRAMS.iter().map(|(program, _)| *program).filter(|p| !is_in_path(p)).collect();
-        bail!("missing programs, and no apt-get to install them: {}", names.join(", "));
-    }
-    apt(&["update"])?;
     while let Some((program, package)) = missing() {
-        println!("lab: installing {package}");
-        apt(&["install", "--yes", "--no-install-recommends", package])?;
+        apt::install(&[package], &format!("the lab needs {program}"))?;
         ensure!(is_in_path(program), "{package} is installed, but {program} is still missing");
     }
     Ok(())
-}
-
-fn apt(args: &[&str]) -> Result<()> {
-    let mut command = Command::new("apt-get");
-    command.args(["--quiet", "--quiet", "-o", "DPkg::Lock::Timeout=300"]).args(args);
-    command.env("DEBIAN_FRONTEND", "noninteractive");
-    child::run(command, INSTALL_TIMEOUT).with_context(|| format!("apt-get {}", args.join(" ")))?;
-    Ok(())
-}
-
-fn is_in_path(program: &str) -> bool {
-    let path = env::var_os("PATH").unwrap_or_default();
-    let mut dirs: Vec<_> = env::split_paths(&path).collect();
-    dirs.extend(["/usr/sbin", "/sbin"].map(|dir| Path::new(dir).to_owned()));
-    dirs.iter().any(|dir| dir.join(program).is_file())
 }

@@ -1,0 +1,238 @@
+//! Hook benchmark: an agent's program runs `svc-hook` by a shell before and after each tool call, in a home of 200,000
+//! files. Timed as the program sees it, from starting the shell to its end; the lower bound is a shell that runs `true`.
+//!
+//! Every write must be in the audit: a hook that gives up early would be fast.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::figures::{PRODUCT, Spec, Tally, Target};
+use super::{Options, print_round};
+use kit::child::{self, OwnedChild};
+
+const BEFORE: &str = "before a command, p50";
+const BEFORE_P99: &str = "before a command, p99";
+const AFTER: &str = "after a command that writes 10 files, p50";
+const AFTER_P99: &str = "after a command that writes 10 files, p99";
+const BUSY_BEFORE_P99: &str = "before a command, p99, both processors busy";
+const BUSY_AFTER_P99: &str = "after a command, p99, both processors busy";
+const UNAUDITED: &str = "files without an audit entry";
+const LATE: &str = "calls recorded as late, both processors busy";
+const TRUE: &str = "sh -c true";
+
+pub const ROWS: [Spec; 8] = [
+    Spec { name: BEFORE, unit: "ms", against: Some(TRUE), target: Target::None },
+    Spec { name: BEFORE_P99, unit: "ms", against: Some(TRUE), target: Target::AtMost(100.0) },
+    Spec { name: AFTER, unit: "ms", against: None, target: Target::None },
+    Spec { name: AFTER_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
+    Spec { name: BUSY_BEFORE_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
+    Spec { name: BUSY_AFTER_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
+    Spec { name: UNAUDITED, unit: "", against: None, target: Target::AtMost(0.0) },
+    Spec { name: LATE, unit: "", against: None, target: Target::None },
+];
+
+const FOLDERS: usize = 2000;
+const FILES_PER_FOLDER: usize = 100;
+const FILES_PER_CALL: usize = 10;
+/// Enough that the 99th percentile is not the slowest.
+const CALLS: usize = 300;
+const START_TIMEOUT: Duration = Duration::from_secs(120);
+const AUDIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+pub async fn measure(options: &Options) -> Result<Tally> {
+    let (svc, rounds) = (options.svc.clone(), options.rounds);
+    tokio::task::spawn_blocking(move || run_rounds(&svc, rounds)).await?
+}
+
+fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
+    let home = Home::start(svc)?;
+    println!("  {} files in {FOLDERS} folders", FOLDERS * FILES_PER_FOLDER);
+    let mut tally = Tally::default();
+    let mut call = 0;
+    for round in 0..rounds {
+        print_round(round, rounds);
+        let mut empty = Vec::new();
+        for _ in 0..CALLS {
+            let mut shell = Command::new("/bin/sh");
+            shell.args(["-c", "true"]);
+            empty.push(time(&mut shell, b"")?);
+        }
+        let quiet = home.calls(&mut call)?;
+        for (name, side, times, percent) in [
+            (BEFORE, TRUE, &empty, 50),
+            (BEFORE_P99, TRUE, &empty, 99),
+            (BEFORE, PRODUCT, &quiet.before, 50),
+            (BEFORE_P99, PRODUCT, &quiet.before, 99),
+            (AFTER, PRODUCT, &quiet.after, 50),
+            (AFTER_P99, PRODUCT, &quiet.after, 99),
+        ] {
+            tally.add(name, side, percentile(times, percent));
+        }
+        tally.add(UNAUDITED, PRODUCT, home.unaudited(&quiet)? as f64);
+        let late = home.count(|line| line["gap"]["why"] == "late");
+        let busy = {
+            let _load = load()?;
+            home.calls(&mut call)?
+        };
+        tally.add(BUSY_BEFORE_P99, PRODUCT, percentile(&busy.before, 99));
+        tally.add(BUSY_AFTER_P99, PRODUCT, percentile(&busy.after, 99));
+        tally.add(LATE, PRODUCT, (home.count(|line| line["gap"]["why"] == "late") - late) as f64);
+    }
+    Ok(tally)
+}
+
+/// Times of the hooks before and after each call, and the paths that the calls wrote.
+struct Calls {
+    before: Vec<Duration>,
+    after: Vec<Duration>,
+    written: Vec<String>,
+}
+
+struct Home {
+    root: tempfile::TempDir,
+    _watcher: OwnedChild,
+}
+
+impl Home {
+    fn start(svc: &Path) -> Result<Self> {
+        let root = tempfile::Builder::new().prefix("svc-bench-hook-").tempdir()?;
+        child::remove_on_exit(root.path());
+        for dir in
+            ["home/svc/home/system/logs", "home/svc/home/apps", "run/svc/hooks", "run/svc/watch", "bin"]
+        {
+            fs::create_dir_all(root.path().join(dir))?;
+        }
+        for folder in 0..FOLDERS {
+            let dir = root.path().join(format!("home/svc/home/{}", folder_name(folder)));
+            fs::create_dir_all(&dir)?;
+            for file in 0..FILES_PER_FOLDER {
+                fs::write(dir.join(format!("f{file}")), "x")?;
+            }
+        }
+        for applet in ["svc-hook", "svc-watch"] {
+            symlink(svc, root.path().join("bin").join(applet))?;
+        }
+        let notify = root.path().join("notify.sock");
+        let socket = UnixDatagram::bind(&notify)?;
+        socket.set_read_timeout(Some(START_TIMEOUT))?;
+        let log = fs::File::create(root.path().join("watch.log"))?;
+        let mut watcher = applet(root.path(), "svc-watch");
+        watcher.env("NOTIFY_SOCKET", &notify).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let watcher = OwnedChild::spawn(&mut watcher)?;
+        let mut buffer = [0_u8; 1024];
+        loop {
+            let size = socket.recv(&mut buffer).context("svc-watch did not get ready")?;
+            if String::from_utf8_lossy(&buffer[..size]).contains("READY=1") {
+                return Ok(Self { root, _watcher: watcher });
+            }
+        }
+    }
+
+    fn home(&self) -> PathBuf {
+        self.root.path().join("home/svc/home")
+    }
+
+    /// Makes calls as an agent's program does; `number` counts those of all rounds.
+    fn calls(&self, number: &mut usize) -> Result<Calls> {
+        let mut calls = Calls { before: Vec::new(), after: Vec::new(), written: Vec::new() };
+        for _ in 0..CALLS {
+            *number += 1;
+            calls.before.push(self.hook("PreToolUse", *number)?);
+            for file in 0..FILES_PER_CALL {
+                let folder = folder_name((*number * 7919 + file * 104_729) % FOLDERS);
+                let path = format!("{folder}/call-{number}-{file}");
+                fs::write(self.home().join(&path), "written")?;
+                calls.written.push(path);
+            }
+            calls.after.push(self.hook("PostToolUse", *number)?);
+        }
+        Ok(calls)
+    }
+
+    fn hook(&self, event: &str, call: usize) -> Result<Duration> {
+        let input = json!({
+            "hook_event_name": event, "session_id": "bench", "tool_use_id": call.to_string(), "tool_name": "Bash",
+            "tool_input": { "command": "write" }, "cwd": self.home(),
+        });
+        let mut shell = Command::new("/bin/sh");
+        shell.arg("-c").arg(format!("{} claude-code", self.root.path().join("bin/svc-hook").display()));
+        shell.env_clear().env("PATH", "/usr/bin:/bin").env("SVC_ROOT", self.root.path());
+        time(&mut shell, input.to_string().as_bytes())
+    }
+
+    fn lines(&self) -> Vec<Value> {
+        let text = fs::read_to_string(self.home().join("system/logs/audit.jsonl")).unwrap_or_default();
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    fn count(&self, is_counted: impl Fn(&Value) -> bool) -> usize {
+        self.lines().iter().filter(|line| is_counted(line)).count()
+    }
+
+    /// The number of written paths without an entry, once the last one has it or time is over.
+    fn unaudited(&self, calls: &Calls) -> Result<usize> {
+        let deadline = Instant::now() + AUDIT_TIMEOUT;
+        loop {
+            let lines = self.lines();
+            let audited: std::collections::HashSet<&str> =
+                lines.iter().filter_map(|line| line["path"].as_str()).collect();
+            ensure!(!audited.is_empty() || Instant::now() < deadline, "nothing is audited");
+            let missing = calls.written.iter().filter(|path| !audited.contains(path.as_str())).count();
+            if missing == 0 || Instant::now() >= deadline {
+                return Ok(missing);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+fn folder_name(folder: usize) -> String {
+    format!("projects/p{}/d{}", folder / 40, folder % 40)
+}
+
+fn applet(root: &Path, name: &str) -> Command {
+    let mut command = Command::new(root.join("bin").join(name));
+    command.env_clear().env("PATH", "/usr/bin:/bin").env("SVC_ROOT", root);
+    command
+}
+
+/// Runs the command with this standard input; returns its time, from before its start to its end.
+fn time(command: &mut Command, input: &[u8]) -> Result<Duration> {
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    let started = Instant::now();
+    let mut process = command.spawn()?;
+    if let Some(mut stdin) = process.stdin.take() {
+        // One that ignores its input may have ended.
+        stdin.write_all(input).ok();
+    }
+    // Without a timeout, whose polling would be measured as well.
+    let status = process.wait()?;
+    ensure!(status.success(), "the hook ended with {status}");
+    Ok(started.elapsed())
+}
+
+/// A process for each processor that computes until it is dropped.
+fn load() -> Result<Vec<OwnedChild>> {
+    let processors = std::thread::available_parallelism()?.get();
+    let spin = || {
+        let mut spin = Command::new("/bin/sh");
+        spin.args(["-c", "while :; do :; done"]).stdin(Stdio::null());
+        OwnedChild::spawn(&mut spin).context("start a load")
+    };
+    (0..processors).map(|_| spin()).collect()
+}
+
+fn percentile(times: &[Duration], percent: usize) -> f64 {
+    let mut sorted = times.to_vec();
+    sorted.sort_unstable();
+    let index = (sorted.len() * percent / 100).min(sorted.len().saturating_sub(1));
+    sorted.get(index).map_or(0.0, Duration::as_secs_f64) * 1e3
+}

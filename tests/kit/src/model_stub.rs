@@ -1,0 +1,60 @@
+//! A stub of the model APIs that coding agents call: `tests/agents/stub/stub.py` describes its scripts.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::child::OwnedChild;
+
+const START_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A running stub on loopback; it ends with the value.
+#[derive(Debug)]
+pub struct ModelStub {
+    port: u16,
+    requests: PathBuf,
+    _process: OwnedChild,
+}
+
+impl ModelStub {
+    /// Starts a stub; its files are written to the existing directory `dir`.
+    ///
+    /// # Errors
+    /// Fails if Python is missing or the script is invalid.
+    pub fn start(script: &Value, dir: &Path) -> Result<Self> {
+        let stub = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("agents").join("stub/stub.py");
+        let (script_file, port_file) = (dir.join("model-script.json"), dir.join("model-port"));
+        let requests = dir.join("model-requests.jsonl");
+        fs::write(&script_file, script.to_string())?;
+        let mut python = Command::new("python3");
+        python.arg(stub).arg(&script_file).arg(&port_file).arg(&requests);
+        python.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut process = OwnedChild::spawn(&mut python).context("start python3")?;
+        let deadline = Instant::now() + START_TIMEOUT;
+        while !port_file.exists() {
+            ensure!(process.status().is_none(), "the stub of the model's API ended at its start");
+            ensure!(Instant::now() < deadline, "the stub of the model's API did not start");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let port = fs::read_to_string(&port_file)?.trim().parse().context("read the stub's port")?;
+        Ok(Self { port, requests, _process: process })
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The base address, without `/v1`.
+    pub fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    /// The number of requests so far.
+    pub fn request_count(&self) -> usize {
+        fs::read_to_string(&self.requests).map_or(0, |text| text.lines().count())
+    }
+}
