@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::vars;
 use anyhow::Context;
-use rustls::client::WebPkiServerVerifier;
+use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature,
@@ -58,7 +58,7 @@ pub fn install_provider() {
     let _ = ring::default_provider().install_default();
 }
 
-fn provider() -> Arc<CryptoProvider> {
+pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
@@ -88,37 +88,63 @@ pub fn client_config() -> anyhow::Result<ClientConfig> {
         .with_no_client_auth())
 }
 
+/// Verifies certificate chains by the trusted roots, which are read once.
+#[derive(Debug, Clone)]
+pub struct ChainVerifier(Arc<WebPkiServerVerifier>);
+
+impl ChainVerifier {
+    /// # Errors
+    /// If the root certificates cannot be read.
+    pub fn new() -> anyhow::Result<Self> {
+        Ok(Self(WebPkiServerVerifier::builder_with_provider(Arc::new(roots()?), provider()).build()?))
+    }
+
+    /// Verifies a chain for a name, leaf first, at the current time.
+    ///
+    /// # Errors
+    /// Why a client with these roots refuses the chain.
+    pub fn verify(&self, chain: &[CertificateDer<'_>], name: &ServerName<'_>) -> Result<(), rustls::Error> {
+        let bad = rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding);
+        let (leaf, intermediates) = chain.split_first().ok_or(bad)?;
+        self.0.verify_server_cert(leaf, intermediates, name, &[], UnixTime::now()).map(drop)
+    }
+}
+
 /// Whether a pinned certificate must also chain to a trusted root (`CUSTOMER_VPS_TLS_VERIFY`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum ChainCheck {
     PinOnly,
-    PinAndChain,
+    /// From this time on; before it, the pin is enough.
+    PinAndChain {
+        verifier: ChainVerifier,
+        from: UnixTime,
+    },
 }
 
 /// A client configuration that accepts only a server with the pinned key.
 ///
 /// # Errors
-/// If the root certificates cannot be read.
+/// If the crypto provider does not support TLS.
 pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<ClientConfig> {
-    let chain: Option<Arc<dyn ServerCertVerifier>> = match check {
-        ChainCheck::PinOnly => None,
-        ChainCheck::PinAndChain => {
-            Some(WebPkiServerVerifier::builder_with_provider(Arc::new(roots()?), provider()).build()?)
-        }
-    };
     let algorithms = provider().signature_verification_algorithms;
-    Ok(ClientConfig::builder_with_provider(provider())
+    let has_chain = matches!(check, ChainCheck::PinAndChain { .. });
+    let mut config = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(PinVerifier { pin, chain, algorithms }))
-        .with_no_client_auth())
+        .with_custom_certificate_verifier(Arc::new(PinVerifier { pin, check, algorithms }))
+        .with_no_client_auth();
+    if has_chain {
+        // A resumed session would outlive the certificate that was verified for it.
+        config.resumption = Resumption::disabled();
+    }
+    Ok(config)
 }
 
 /// Compares the key with the pin, and verifies the handshake's signature so that a copied certificate is refused.
 #[derive(Debug)]
 struct PinVerifier {
     pin: SpkiPin,
-    chain: Option<Arc<dyn ServerCertVerifier>>,
+    check: ChainCheck,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
@@ -134,9 +160,11 @@ impl ServerCertVerifier for PinVerifier {
         if SpkiPin::of_certificate(end_entity)? != self.pin {
             return Err(rustls::Error::General("the server's key is not the pinned one".to_owned()));
         }
-        match &self.chain {
-            Some(chain) => chain.verify_server_cert(end_entity, intermediates, server_name, ocsp, now),
-            None => Ok(ServerCertVerified::assertion()),
+        match &self.check {
+            ChainCheck::PinAndChain { verifier, from } if now >= *from => {
+                verifier.0.verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
+            }
+            ChainCheck::PinAndChain { .. } | ChainCheck::PinOnly => Ok(ServerCertVerified::assertion()),
         }
     }
 
