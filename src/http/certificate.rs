@@ -83,9 +83,7 @@ impl Chain {
     /// # Errors
     /// Why a server with this key must not present the chain under this name.
     pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
-        if self.pin != pin {
-            return Err(ChainError::OtherKey);
-        }
+        self.check_key(pin)?;
         if !self.is_for(name) {
             return Err(ChainError::OtherName(name.to_owned()));
         }
@@ -96,6 +94,12 @@ impl Chain {
             return Err(ChainError::NotYetValid(self.not_before));
         }
         Ok(())
+    }
+
+    /// # Errors
+    /// If the chain is for another key.
+    pub fn check_key(&self, pin: SpkiPin) -> Result<(), ChainError> {
+        if self.pin == pin { Ok(()) } else { Err(ChainError::OtherKey) }
     }
 
     fn is_for(&self, name: &str) -> bool {

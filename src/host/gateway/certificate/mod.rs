@@ -1,7 +1,14 @@
-//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
+//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration. Chains of
+//! an authority are for the same key (`keeper`).
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
 //! leaves no key that was ever used.
+
+mod acme;
+mod keeper;
+mod schedule;
+
+pub use self::keeper::{CertificateKeeper, KeeperConfig};
 
 use anyhow::Context;
 
