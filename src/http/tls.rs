@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::vars;
@@ -67,8 +67,12 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 /// # Errors
 /// If that file cannot be read.
 pub fn roots() -> anyhow::Result<RootCertStore> {
+    roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
+}
+
+fn roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
-    if let Some(path) = vars::SSL_CERT_FILE.from_process() {
+    if let Some(path) = file {
         let certs = CertificateDer::pem_file_iter(&path)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
             .with_context(|| format!("read the root certificates in SSL_CERT_FILE, {}", path.display()))?;
@@ -93,10 +97,13 @@ pub fn client_config() -> anyhow::Result<ClientConfig> {
 pub struct ChainVerifier(Arc<WebPkiServerVerifier>);
 
 impl ChainVerifier {
+    /// By the public roots and those of a file, `SSL_CERT_FILE`.
+    ///
     /// # Errors
-    /// If the root certificates cannot be read.
-    pub fn new() -> anyhow::Result<Self> {
-        Ok(Self(WebPkiServerVerifier::builder_with_provider(Arc::new(roots()?), provider()).build()?))
+    /// If the file cannot be read.
+    pub fn new(file: Option<PathBuf>) -> anyhow::Result<Self> {
+        let roots = Arc::new(roots_with(file)?);
+        Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))
     }
 
     /// Verifies a chain for a name, leaf first, at the current time.

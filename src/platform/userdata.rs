@@ -155,6 +155,11 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
         ("UPGRADE_TOKEN", upgrade.expose_secret()),
         ("SVC_PROOF_KEYS", &keys),
     ]);
+    let certificate = hosts.certificate(machine.id);
+    if certificate.host_name.is_some() {
+        let settings = serde_json::to_string(&certificate).expect("plain fields are JSON");
+        text.push_str(&env_line("SVC_CERTIFICATE_SETTINGS", &settings));
+    }
     for (name, value) in &hosts.idp {
         text.push_str(&env_line(name, value));
     }

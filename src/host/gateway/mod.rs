@@ -69,6 +69,9 @@ enum Command {
     /// Show the cost of dispatches, aggregated
     #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]
     Usage(cli::UsageArgs),
+    /// Print a request for a certificate of this machine's name and key, for an authority that an operator uses
+    #[command(after_help = "Example: svc-gateway certificate-request > request.pem")]
+    CertificateRequest,
     /// Show the last lines of a record, and optionally follow it
     #[command(after_help = "Example: svc-gateway logs audit --follow")]
     Logs(cli::LogsArgs),
@@ -90,6 +93,9 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         None => applet::block_on("svc-gateway", serve(Layout::from_process())),
         Some(Command::InstallApps) => {
             applet::block_on("svc-gateway", async { apps::install_bundled(&Layout::from_process()) })
+        }
+        Some(Command::CertificateRequest) => {
+            applet::block_on("svc-gateway", async { certificate::print_request(&Layout::from_process()) })
         }
         Some(Command::Usage(args)) => {
             applet::block_on("svc-gateway", async { cli::usage(&Layout::from_process(), args) })

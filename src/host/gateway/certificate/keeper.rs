@@ -22,6 +22,7 @@ use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};
 use svc_base::untrusted_text;
 use svc_http::certificate::{CertificateSwitch, Chain, ChainError, MAX_CHAIN_BYTES};
 use svc_http::tls::{ChainVerifier, Identity, SpkiPin};
+use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
 use svc_wire::host::{CertificateSource, HostCertificate};
 
@@ -82,7 +83,7 @@ impl CertificateKeeper {
         let mut keeper = Self {
             pin,
             switch,
-            verifier: ChainVerifier::new()?,
+            verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
             presented: Presented { source: CertificateSource::SelfSigned, chain: own },
             checked_file: None,
             attempts,
