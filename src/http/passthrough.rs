@@ -103,6 +103,8 @@ impl Passthrough {
 
 /// The first record, without reading it; `None` if it is no ClientHello of a validation.
 async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
+    // A client that sends nothing costs no buffer.
+    stream.readable().await.ok()?;
     let mut hello = vec![0; MAX_HELLO_BYTES];
     let (mut seen, mut pause) = (0, PEEK_PAUSE);
     loop {

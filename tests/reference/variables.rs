@@ -96,10 +96,12 @@ fn programs(names: &[&str]) -> String {
 
 /// Host settings that root reads only from its own process and `update.env`, or that only services of other users
 /// read.
-const NOT_FROM_OTHERS: [&Variable; 24] = [
+const NOT_FROM_OTHERS: [&Variable; 27] = [
+    &host::ACME_RETRY_SECONDS,
     &host::BRIDGE_CHANGES_KEEP_SECONDS,
     &host::BRIDGE_STATEMENT_TIMEOUT_MS,
     &host::GATEWAY_AUTH,
+    &host::GATEWAY_TLS_CERT_FILE,
     &host::HEARTBEAT_SECONDS,
     &host::IDP_AUDIENCE,
     &host::IDP_ISSUER,
@@ -108,6 +110,8 @@ const NOT_FROM_OTHERS: [&Variable; 24] = [
     &host::REGISTER_GATEWAY_DEADLINE_SECONDS,
     &host::REGISTER_PLATFORM_DEADLINE_SECONDS,
     &host::SVC_BUNDLE_KEYS_SEQUENCE,
+    // Also the doctor's, as root, which falls back to what the gateway has stored.
+    &host::SVC_CERTIFICATE_SETTINGS,
     &host::SVC_BUNDLE_PUBLIC_KEYS,
     &host::SVC_BUNDLE_SHA256,
     &host::SVC_ENVIRONMENT,
