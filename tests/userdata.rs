@@ -97,7 +97,7 @@ impl Parts {
             internal_url: self.platform.parse()?,
             bundle_url: BundleUrl::Exact(self.bundle.parse()?),
             https_port: 443,
-            domain: Some("hosts.example".parse().expect("a domain")),
+            domain: Some(format!("{}.example", vec!["d".repeat(51); 4].join(".")).parse().expect("a domain")),
             acme: Some(AcmeSettings {
                 directory_url: format!("https://acme.example/{}", "d".repeat(200)),
                 contact: Some(format!("mailto:{}@example.com", "o".repeat(200))),

@@ -62,8 +62,7 @@ impl Chain {
         let certificates = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
         let certificates = certificates.map_err(|_| ChainError::NoCertificate)?;
         let leaf = certificates.first().ok_or(ChainError::NoCertificate)?;
-        let (_, parsed) =
-            x509_parser::parse_x509_certificate(leaf).map_err(|_| ChainError::Unreadable)?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(leaf).map_err(|_| ChainError::Unreadable)?;
         let time = |seconds: i64| Timestamp::from_second(seconds).map_err(|_| ChainError::Unreadable);
         let validity = parsed.validity();
         let (not_before, not_after) =

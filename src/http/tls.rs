@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use crate::vars;
 use anyhow::Context;
-use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature,
 };

@@ -82,8 +82,7 @@ pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
         CertificateState::Expiring => Some("certificate_expiring"),
         CertificateState::Missing => {
             let rule = trust.chain.as_ref().filter(|rule| !rule.is_exempt(row.machine))?;
-            let is_unreachable =
-                row.registered_age.is_some_and(|age| age > rule.grace().as_secs_f64());
+            let is_unreachable = row.registered_age.is_some_and(|age| age > rule.grace().as_secs_f64());
             Some(if is_unreachable { "certificate_missing" } else { "certificate_pending" })
         }
     }
@@ -141,11 +140,8 @@ mod tests {
         let known = |expires_in: f64| {
             Some(ReportedCertificate { is_trusted: true, expires_in, lifetime: 90.0 * DAY })
         };
-        let row = |handle: &str, certificate| FleetRow {
-            handle: handle.to_owned(),
-            certificate,
-            ..healthy_row()
-        };
+        let row =
+            |handle: &str, certificate| FleetRow { handle: handle.to_owned(), certificate, ..healthy_row() };
         let boots = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
         let rows = [row("ada", known(60.0 * DAY)), row("bob", known(DAY)), row("cy", None), boots];
         assert!(summary(&rows, &HostTrust::pin_only()).is_none());

@@ -93,7 +93,7 @@ mod tests {
         ] {
             assert!(wrong.parse::<HostDomain>().is_err(), "{wrong}");
         }
-        let longest = format!("{}.{}", ["a".repeat(62); 3].join("."), "b".repeat(27));
+        let longest = format!("{}.{}", vec!["a".repeat(62); 3].join("."), "b".repeat(27));
         assert_eq!(longest.len(), MAX_CHARS);
         let name = longest.parse::<HostDomain>().unwrap().name_of(MachineId::new());
         assert_eq!(name.len(), 253);

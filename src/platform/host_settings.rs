@@ -5,8 +5,8 @@ use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD};
 use secrecy::ExposeSecret;
 use url::Url;
 
-use crate::vars;
 use super::host_domain::HostDomain;
+use crate::vars;
 use svc_base::config::Env;
 use svc_base::variable::Variable;
 use svc_http::networks::Networks;
@@ -146,9 +146,11 @@ fn acme(env: &mut Env) -> Option<AcmeSettings> {
             env.mistake(variable, "needs ACME_DIRECTORY_URL, which is not set");
         }
     }
-    let contact = line(env, &vars::ACME_CONTACT).map(|text| format!("mailto:{}", text.trim_start_matches("mailto:")));
+    let contact =
+        line(env, &vars::ACME_CONTACT).map(|text| format!("mailto:{}", text.trim_start_matches("mailto:")));
     let is_address = |contact: &str| {
-        contact.split_once('@').is_some_and(|(_, host)| host.contains('.')) && !contact.contains([' ', ',', '?'])
+        contact.split_once('@').is_some_and(|(_, host)| host.contains('.'))
+            && !contact.contains([' ', ',', '?'])
     };
     if contact.as_deref().is_some_and(|contact| !is_address(contact)) {
         env.mistake(&vars::ACME_CONTACT, "must be one e-mail address");
@@ -223,6 +225,46 @@ mod tests {
         let mut env = Env::from_pairs([(vars::PLATFORM_EGRESS_CIDRS.name, list)]);
         let networks = egress(&mut env);
         env.finish(Some(networks)).map_err(|error| error.to_string())
+    }
+
+    fn read_acme(pairs: &[(&str, &str)]) -> Result<Option<AcmeSettings>, Vec<String>> {
+        let mut env = Env::from_pairs(pairs.iter().copied());
+        let settings = acme(&mut env);
+        env.finish(Some(settings)).map_err(|error| error.mistakes)
+    }
+
+    #[test]
+    fn acme_settings_report_each_mistake_without_values() {
+        let good = [
+            ("HOST_DOMAIN", "hosts.example.com"),
+            ("ACME_DIRECTORY_URL", "https://ca.example/dir"),
+            ("ACME_CONTACT", "ops@example.com"),
+            ("ACME_EAB_KEY_ID", "kid-1"),
+            ("ACME_EAB_HMAC_KEY", "bWFj"),
+        ];
+        let settings = read_acme(&good).unwrap().unwrap();
+        assert_eq!(settings.contact.as_deref(), Some("mailto:ops@example.com"));
+        assert!(read_acme(&[]).unwrap().is_none());
+        for (changed, mistake) in [
+            (("ACME_DIRECTORY_URL", "http://ca.example/dir"), "must be an https URL"),
+            (("ACME_CONTACT", "ops"), "must be one e-mail address"),
+            (("ACME_CONTACT", "a@example.com,b@example.com"), "must be one e-mail address"),
+            (("ACME_EAB_HMAC_KEY", "s3cret!"), "must be base64url"),
+        ] {
+            let pairs: Vec<_> =
+                good.iter().map(|pair| if pair.0 == changed.0 { changed } else { *pair }).collect();
+            let mistakes = read_acme(&pairs).unwrap_err().join("; ");
+            assert!(mistakes.contains(mistake) && !mistakes.contains("s3cret"), "{changed:?}: {mistakes}");
+        }
+        for (missing, mistake) in [
+            ("HOST_DOMAIN", "ACME_DIRECTORY_URL: needs HOST_DOMAIN"),
+            ("ACME_DIRECTORY_URL", "ACME_CONTACT: needs ACME_DIRECTORY_URL"),
+            ("ACME_EAB_HMAC_KEY", "must both be set"),
+        ] {
+            let pairs: Vec<_> = good.iter().filter(|pair| pair.0 != missing).copied().collect();
+            let mistakes = read_acme(&pairs).unwrap_err().join("; ");
+            assert!(mistakes.contains(mistake), "{missing}: {mistakes}");
+        }
     }
 
     #[test]

@@ -12,8 +12,8 @@ use rustls::pki_types::{ServerName, UnixTime};
 use super::host_domain::HostDomain;
 use crate::vars;
 use svc_base::config::Env;
-use svc_http::vars::SSL_CERT_FILE;
 use svc_http::tls::{ChainCheck, ChainVerifier, SpkiPin, pinned_client_config};
+use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
 
 /// Maximum machines in `CUSTOMER_VPS_TLS_VERIFY_EXCEPT`.

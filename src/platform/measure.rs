@@ -13,9 +13,9 @@ use super::host_trust::HostTrust;
 use super::operations::vocabulary;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
-    ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
-    OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING,
-    PROVIDER_BUDGET, label,
+    ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
+    MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN,
+    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
 use svc_http::problem::chain;
 use svc_machine::operation::OperationKind;
@@ -51,11 +51,7 @@ fn measure_pools(pools: &[&Db]) {
     POOL_WAITING.set([], sum(|status| status.waiting));
 }
 
-async fn measure_installation(
-    db: &Db,
-    token_rotation: Duration,
-    trust: &HostTrust,
-) -> Result<(), DbError> {
+async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTrust) -> Result<(), DbError> {
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let mut seen = fleet::summarize(&rows, token_rotation, trust);

@@ -296,7 +296,8 @@ async fn warn_of_missing_certificates(db: &Db, trust: &HostTrust) {
     let listed = async { db::fleet::list_active_machines(&db.session().await?).await };
     match listed.await {
         Ok(rows) => {
-            if let Some(seen) = certificates::summary(&rows, trust).filter(|seen| seen.missing > seen.exempt) {
+            if let Some(seen) = certificates::summary(&rows, trust).filter(|seen| seen.missing > seen.exempt)
+            {
                 let handles: Vec<_> = seen.missing_handles.iter().map(|handle| handle.as_str()).collect();
                 let (machines, exempt) = (seen.missing, seen.exempt);
                 tracing::warn!(

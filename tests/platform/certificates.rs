@@ -59,7 +59,7 @@ impl Installation {
             ("SVC_MACHINE_ID", id.clone()),
             ("SVC_USER_ID", user.to_owned()),
             ("GATEWAY_LISTEN", format!("{}:{}", server.ipv4, stack.provider.https_port())),
-            ("SVC_CERTIFICATE_SETTINGS", guest.setting("SVC_CERTIFICATE_SETTINGS")),
+            ("SVC_HOST_NAME", guest.setting("SVC_HOST_NAME")),
             ("ACME_RETRY_SECONDS", "1".to_owned()),
             ("SSL_CERT_FILE", roots.display().to_string()),
         ];
@@ -72,18 +72,24 @@ impl Installation {
         let mut body = registration(&id, 1);
         body["tlsSpkiSha256"] = json!(pin.to_string());
         assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);
-        let record = json!({"machineId": id, "sent": body.to_string(), "registeredAt": "2026-11-21T11:05:00.000Z"});
+        let record =
+            json!({"machineId": id, "sent": body.to_string(), "registeredAt": "2026-11-21T11:05:00.000Z"});
         host.machine.write("var/lib/svc/register.json", &record.to_string()).unwrap();
+        let named = || async { certificate(&host)["hostName"].is_string().then_some(()) };
+        stack.eventually("the gateway knows its name", named).await;
+        self.send_heartbeat(process, &guest, &host).await;
         (guest, host)
     }
 
-    /// A heartbeat with the certificate that the gateway reports; returns the response.
+    /// A heartbeat with the certificate that the gateway reports. Stores the response as the sync agent does.
     async fn send_heartbeat(&self, process: &Process, guest: &Guest, host: &Host) -> Value {
         let mut body = heartbeat_of(guest);
         body["certificate"] = certificate(host);
         let sent = self.stack.send_heartbeat(process, guest, &body).await;
         assert_eq!(sent.status, 200, "{sent:?}");
         host.machine.write("var/lib/svc/proof-keys.json", &sent.body["proofKeys"].to_string()).unwrap();
+        let path = "var/lib/svc/tls/settings.json";
+        host.machine.write(path, &sent.body["certificate"].to_string()).unwrap();
         sent.body
     }
 
@@ -123,7 +129,10 @@ async fn authority_validates_machine_through_router_and_platform_verifies_chain(
     assert_eq!(delivered["acme"]["contact"], "mailto:ops@example.test");
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     let seen = &fleet["certificates"];
-    assert_eq!((&seen["isRequired"], &seen["trusted"], &seen["missing"]), (&json!(false), &json!(1), &json!(0)));
+    assert_eq!(
+        (&seen["isRequired"], &seen["trusted"], &seen["missing"]),
+        (&json!(false), &json!(1), &json!(0))
+    );
     let shown = stack.get(&process, &format!("/vps/{id}")).await.body;
     assert_eq!(shown["certificate"]["source"], "acme");
     let served = || async { installation.is_reached(&process, &id).await.then_some(()) };
@@ -215,8 +224,10 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     }
     // The machine refuses it: no validation is in progress.
     assert!(connect(&name, &["acme-tls/1"]).await.is_err());
-    let log = installation.stack.log();
-    assert!(log.contains("validation passed through") && log.contains(&name), "{log}");
+    let stack = &installation.stack;
+    let passed = format!("validation passed through name={name}");
+    let logged = || async { stack.log().contains(&passed).then_some(()) };
+    stack.eventually("the validation is passed through", logged).await;
     assert!(connect(&other, &["acme-tls/1"]).await.is_err(), "the router does not speak this protocol");
-    assert!(!installation.stack.log().contains(&other), "an unknown machine is not dialed");
+    assert!(!stack.log().contains(&other), "an unknown machine is not dialed");
 }

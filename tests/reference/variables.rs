@@ -110,12 +110,12 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::REGISTER_GATEWAY_DEADLINE_SECONDS,
     &host::REGISTER_PLATFORM_DEADLINE_SECONDS,
     &host::SVC_BUNDLE_KEYS_SEQUENCE,
-    // Also the doctor's, as root, which falls back to what the gateway has stored.
-    &host::SVC_CERTIFICATE_SETTINGS,
     &host::SVC_BUNDLE_PUBLIC_KEYS,
     &host::SVC_BUNDLE_SHA256,
     &host::SVC_ENVIRONMENT,
     &host::SVC_HOST_BUNDLE_URL,
+    // The doctor, as root, reads what a heartbeat has delivered.
+    &host::SVC_HOST_NAME,
     &host::SVC_PG_BIN_DIR,
     &host::SVC_POSTGRES_IMAGE,
     &host::SVC_PRODUCTION,

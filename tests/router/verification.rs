@@ -91,7 +91,8 @@ async fn new_or_exempt_machine_is_reached_by_its_pin() -> Result<()> {
     for (machine, user) in [(&new, "user_new"), (&exempt, "user_exempt"), (&old, "user_old")] {
         world.add(machine, user, "primary", "recovering").await?;
     }
-    let registered = "UPDATE user_machines SET status = 'running', registered_at = now() - CASE WHEN machine_id = ";
+    let registered =
+        "UPDATE user_machines SET status = 'running', registered_at = now() - CASE WHEN machine_id = ";
     let registered = format!("{registered}'{}' THEN interval '0' ELSE interval '1 hour' END", new.id);
     world.sql.batch_execute(&registered).await?;
     world.until_status("user_new", StatusCode::OK).await;

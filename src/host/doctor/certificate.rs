@@ -29,7 +29,8 @@ pub fn check(layout: &Layout) -> Findings {
     };
     if seen.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
         let what = format!("self-signed: no authority and no file for {name}");
-        return findings.warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
+        return findings
+            .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
     }
     if !seen.is_trusted {
         let what = format!("this machine's roots do not verify the certificate for {name} ({})", seen.source);
@@ -77,7 +78,8 @@ mod tests {
 
     #[test]
     fn check_names_each_state_of_the_certificate() {
-        let named = json!({"hostName": "a.hosts.example", "acme": {"directoryUrl": "https://ca.example/dir"}});
+        let named =
+            json!({"hostName": "a.hosts.example", "acme": {"directoryUrl": "https://ca.example/dir"}});
         let good = found(&named, |_| ());
         assert!(good.contains("by acme, until"), "{good}");
         assert!(found(&json!({}), |_| ()).contains("HOST_DOMAIN"));

@@ -8,15 +8,15 @@ use svc_base::fsx::{self, FileError};
 use svc_wire::heartbeat::CertificateSettings;
 use svc_wire::host::HostCertificate;
 
-/// The settings that the platform delivered last, or those of user-data. Unreadable ones count as none.
+/// The settings that the platform delivered last, or the name of user-data.
 pub fn settings(layout: &Layout) -> CertificateSettings {
     let delivered = fsx::read_if_exists(&layout.certificate_settings()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice(&text).ok());
     let first = || {
-        let text = config::environment_of_services(layout).text(&vars::SVC_CERTIFICATE_SETTINGS)?;
-        serde_json::from_str(&text).ok()
+        let host_name = config::environment_of_services(layout).text(&vars::SVC_HOST_NAME);
+        CertificateSettings { host_name, acme: None }
     };
-    delivered.or_else(first).unwrap_or_default()
+    delivered.unwrap_or_else(first)
 }
 
 /// Stores delivered settings, which contain a secret if the account is bound to another one.

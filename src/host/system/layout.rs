@@ -161,7 +161,7 @@ impl Layout {
         self.state("tls/acme-account.json")
     }
 
-    /// The settings of the certificate from the last heartbeat response; `host.env` has the initial ones.
+    /// The settings of the certificate from the last heartbeat response; `host.env` has the initial name.
     pub fn certificate_settings(&self) -> PathBuf {
         self.state("tls/settings.json")
     }

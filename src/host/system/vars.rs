@@ -18,8 +18,8 @@ svc_base::variables! {
         UPGRADE_TOKEN: "text" = required;
         /// The platform's first public keys. Heartbeats deliver later ones.
         SVC_PROOF_KEYS: "JWK set" = required, by ["svc-gateway", "svc-sync-agent"];
-        /// The machine's name and the authority that issues its certificate. Heartbeats deliver later ones.
-        SVC_CERTIFICATE_SETTINGS: "JSON" = unset, by ["svc-gateway", "svcctl"];
+        /// The machine's name, for its certificate. Heartbeats deliver later ones, and the authority.
+        SVC_HOST_NAME: "host name" = unset, by ["svc-gateway", "svcctl"];
         /// The identity provider's issuer.
         IDP_ISSUER: "text" = unset, by ["svc-gateway"];
         /// Accepted audiences.

@@ -92,7 +92,18 @@ impl Pebble {
         }});
         fs::write(path("config.json"), config.to_string())?;
         let mut names = NAME_SERVER.locate()?.command();
-        names.args(["-defaultIPv4", "127.0.0.1", "-defaultIPv6", "", "-http01", "", "-https01", "", "-tlsalpn01", ""]);
+        names.args([
+            "-defaultIPv4",
+            "127.0.0.1",
+            "-defaultIPv6",
+            "",
+            "-http01",
+            "",
+            "-https01",
+            "",
+            "-tlsalpn01",
+            "",
+        ]);
         names.args(["-dns01", &dns.to_string(), "-management", &dns_management.to_string()]);
         let log = |name: &str| fs::File::create(path(name));
         names.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
@@ -126,7 +137,8 @@ impl Pebble {
         // The second installation fails, which is harmless.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let root = reqwest::Certificate::from_pem(api_root.as_bytes())?;
-        let client = reqwest::Client::builder().tls_certs_only([root]).no_proxy().timeout(START_TIMEOUT).build()?;
+        let client =
+            reqwest::Client::builder().tls_certs_only([root]).no_proxy().timeout(START_TIMEOUT).build()?;
         let url = format!("https://{}/roots/0", self.management);
         let issuing = client.get(url).send().await?.error_for_status()?.text().await?;
         fs::write(self.roots(), format!("{api_root}{issuing}"))?;

@@ -12,8 +12,8 @@ use bytes::Bytes;
 use http::Request;
 use http_body_util::{BodyExt, Collected};
 use instant_acme::{
-    Account, AccountCredentials, AuthorizationStatus, BodyWrapper, BytesResponse, ChallengeType,
-    Error, ExternalAccountKey, HttpClient, Identifier, NewAccount, NewOrder, Order, OrderStatus, RetryPolicy,
+    Account, AccountCredentials, AuthorizationStatus, BodyWrapper, BytesResponse, ChallengeType, Error,
+    ExternalAccountKey, HttpClient, Identifier, NewAccount, NewOrder, Order, OrderStatus, RetryPolicy,
 };
 use secrecy::ExposeSecret;
 use serde::{Deserialize, Serialize};

@@ -241,7 +241,8 @@ impl CertificateKeeper {
     async fn request(&self, name: &str, settings: &AcmeSettings) -> anyhow::Result<Chain> {
         let layout = &self.config.layout;
         let key_pem = &self.identity.key_pem;
-        let pem = CertificateRequest { layout, settings, name, key_pem, switch: &self.switch }.issue().await?;
+        let pem =
+            CertificateRequest { layout, settings, name, key_pem, switch: &self.switch }.issue().await?;
         let chain = Chain::from_pem(pem.as_bytes());
         let chain = chain.and_then(|chain| chain.check(self.pin, name, Timestamp::now()).map(|()| chain));
         let chain = chain.map_err(|error| anyhow::anyhow!("the issued certificate {error}"))?;
