@@ -3,9 +3,7 @@
 //!
 //! Reads no clock and no database: its input is the fleet's rows.
 
-use jiff::Timestamp;
-
-use super::db::fleet::FleetRow;
+use super::db::fleet::{FleetRow, ReportedCertificate};
 use super::host_trust::HostTrust;
 use svc_machine::name::Handle;
 use svc_wire::fleet::Certificates;
@@ -26,31 +24,6 @@ pub enum CertificateState {
     Expiring,
     /// None that the host's roots verify for its name.
     Missing,
-}
-
-/// What the fleet's statement reads of a certificate. Times are in seconds from now.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ReportedCertificate {
-    pub is_trusted: bool,
-    pub expires_in: f64,
-    pub lifetime: f64,
-}
-
-impl ReportedCertificate {
-    /// From the stored report. PostgreSQL would refuse the whole statement for one time that it cannot cast.
-    pub fn parse(
-        is_trusted: bool,
-        issued_at: Option<&str>,
-        expires_at: Option<&str>,
-        now: f64,
-    ) -> Option<Self> {
-        let seconds = |text: Option<&str>| {
-            let time: Timestamp = text?.parse().ok()?;
-            Some(time.as_second() as f64)
-        };
-        let (issued_at, expires_at) = (seconds(issued_at)?, seconds(expires_at)?);
-        Some(Self { is_trusted, expires_in: expires_at - now, lifetime: expires_at - issued_at })
-    }
 }
 
 impl CertificateState {

@@ -3,9 +3,9 @@
 //! The invariant: running operations and backups are each read once for the fleet, never once per machine.
 
 use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
 
 use super::{DbError, query};
-use crate::certificates::ReportedCertificate;
 use svc_machine::id::{MachineId, OperationId};
 
 /// One active machine. Ages are in seconds, by the database's clock.
@@ -61,6 +61,26 @@ pub struct FleetRow {
     /// The sequence number of the key set by which its host verifies releases, and the ids of the keys, as last
     /// reported.
     pub bundle_keys: Option<(i64, Vec<String>)>,
+}
+
+/// A certificate as its host last reported it. Times are in seconds; `expires_in` counts from now.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ReportedCertificate {
+    pub is_trusted: bool,
+    pub expires_in: f64,
+    pub lifetime: f64,
+}
+
+impl ReportedCertificate {
+    /// From the stored report. PostgreSQL would refuse the whole statement for one time that it cannot cast.
+    fn parse(is_trusted: bool, issued_at: Option<&str>, expires_at: Option<&str>, now: f64) -> Option<Self> {
+        let seconds = |text: Option<&str>| {
+            let time: Timestamp = text?.parse().ok()?;
+            Some(time.as_second() as f64)
+        };
+        let (issued_at, expires_at) = (seconds(issued_at)?, seconds(expires_at)?);
+        Some(Self { is_trusted, expires_in: expires_at - now, lifetime: expires_at - issued_at })
+    }
 }
 
 pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> {
