@@ -50,8 +50,6 @@ pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
     }
     match CertificateState::of(row.certificate) {
         CertificateState::Trusted => None,
-        // A machine that is not verified by its chain loses nothing if it expires, and is about to become unreachable
-        // if it is.
         CertificateState::Expiring => Some("certificate_expiring"),
         CertificateState::Missing => {
             let rule = trust.chain.as_ref().filter(|rule| !rule.is_exempt(row.machine))?;

@@ -82,6 +82,7 @@ use svc_http::shards::Shards;
 use svc_http::tls::Identity;
 use svc_provider::hetzner::Hetzner;
 use svc_store::{Bucket, parallel_probe};
+use svc_wire::text::Text;
 
 /// Time for running steps to finish after the stop signal; the next process resumes the rest.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
@@ -298,7 +299,7 @@ async fn warn_of_missing_certificates(db: &Db, trust: &HostTrust) {
         Ok(rows) => {
             if let Some(seen) = certificates::summary(&rows, trust).filter(|seen| seen.missing > seen.exempt)
             {
-                let handles: Vec<_> = seen.missing_handles.iter().map(|handle| handle.as_str()).collect();
+                let handles: Vec<_> = seen.missing_handles.iter().map(Text::as_str).collect();
                 let (machines, exempt) = (seen.missing, seen.exempt);
                 tracing::warn!(
                     machines,

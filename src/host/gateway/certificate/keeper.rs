@@ -61,9 +61,10 @@ struct Presented {
     chain: Chain,
 }
 
-/// The schedule of requests under one name and authority.
+/// The schedule of requests under the same settings.
 struct Attempts {
-    target: Option<(String, String)>,
+    /// The settings as text; others end the backoff.
+    settings: Option<String>,
     pauses: backon::ExponentialBackoff,
     /// After a failure.
     retry_at: Option<Timestamp>,
@@ -79,7 +80,7 @@ impl CertificateKeeper {
         let own = Chain::from_pem(identity.cert_pem.as_bytes()).context("the certificate")?;
         let pin = identity.pin()?;
         let attempts =
-            Attempts { target: None, pauses: schedule::retries(config.first_retry), retry_at: None };
+            Attempts { settings: None, pauses: schedule::retries(config.first_retry), retry_at: None };
         let mut keeper = Self {
             pin,
             switch,
@@ -121,6 +122,11 @@ impl CertificateKeeper {
         if let Some(file) = self.config.file.clone() {
             self.check_file(&file, &settings);
         } else if let Some((name, acme)) = settings.host_name.clone().zip(settings.acme.clone()) {
+            let text = text_of(&settings);
+            if self.attempts.settings.as_ref() != Some(&text) {
+                self.attempts.settings = Some(text);
+                self.attempts.succeed(self.config.first_retry);
+            }
             self.request_if_due(&name, &acme).await;
         } else {
             self.error = None;
@@ -156,7 +162,7 @@ impl CertificateKeeper {
         let at: Option<Timestamp> = last.next_attempt_at.and_then(|at| at.parse().ok());
         let max = SignedDuration::try_from(schedule::MAX_PAUSE).unwrap_or(SignedDuration::MAX);
         self.attempts.retry_at = at.filter(|at| at.duration_since(Timestamp::now()) <= max);
-        self.attempts.target = Attempts::target_of(settings);
+        self.attempts.settings = Some(text_of(settings));
         self.error = last.error;
     }
 
@@ -199,11 +205,6 @@ impl CertificateKeeper {
     }
 
     async fn request_if_due(&mut self, name: &str, acme: &AcmeSettings) {
-        let target = Some((name.to_owned(), acme.directory_url.clone()));
-        if self.attempts.target != target {
-            self.attempts.target = target;
-            self.attempts.succeed(self.config.first_retry);
-        }
         if self.next_attempt(name).is_some_and(|due| Timestamp::now() < due) {
             return;
         }
@@ -281,11 +282,6 @@ impl CertificateKeeper {
 }
 
 impl Attempts {
-    fn target_of(settings: &CertificateSettings) -> Option<(String, String)> {
-        let name = settings.host_name.clone();
-        name.zip(settings.acme.as_ref().map(|acme| acme.directory_url.clone()))
-    }
-
     fn succeed(&mut self, first_retry: Duration) {
         self.pauses = schedule::retries(first_retry);
         self.retry_at = None;
@@ -298,6 +294,10 @@ impl Attempts {
         self.retry_at = Some(at);
         at
     }
+}
+
+fn text_of(settings: &CertificateSettings) -> String {
+    serde_json::to_string(settings).expect("plain fields are JSON")
 }
 
 fn chain_of(error: &anyhow::Error) -> String {
