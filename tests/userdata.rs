@@ -9,7 +9,6 @@ use kit::checkers;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use svc::config::Flag;
 use svc::http::proof::ProofKeys;
 use svc::machine::epoch::Epoch;
 use svc::machine::event::RestoreMode;
@@ -21,6 +20,7 @@ use svc::platform::token_rotation::UpgradeToken;
 use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;
 use svc::store::config::{S3Config, StoreConfig};
+use svc::wire::heartbeat::{AcmeSettings, ExternalAccount};
 use svc::wire::machine::MachineKind;
 
 /// The variable input of a user-data document.
@@ -97,7 +97,15 @@ impl Parts {
             internal_url: self.platform.parse()?,
             bundle_url: BundleUrl::Exact(self.bundle.parse()?),
             https_port: 443,
-            tls_verify: Flag::Off,
+            domain: Some(format!("{}.example", vec!["d".repeat(51); 4].join(".")).parse().expect("a domain")),
+            acme: Some(AcmeSettings {
+                directory_url: format!("https://acme.example/{}", "d".repeat(200)),
+                contact: Some(format!("mailto:{}@example.com", "o".repeat(200))),
+                external_account: Some(ExternalAccount {
+                    key_id: "k".repeat(100),
+                    hmac_key: SecretString::from("m".repeat(100)),
+                }),
+            }),
             idp: ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"]
                 .map(|name| (name, self.issuer.clone()))
                 .into(),
@@ -165,6 +173,7 @@ impl Parts {
             unrestored_snapshot: None,
             last_backup: None,
             proof_kids: Vec::new(),
+            certificate: None,
             replaced_by: None,
             retired_at: None,
             deleted_at: None,

@@ -1,5 +1,6 @@
 //! The one HTTP client: deadlines, our resolver, rustls with ring, no redirects, no proxy from the environment.
 
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -41,6 +42,20 @@ pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
 /// If reqwest refuses the configuration.
 pub fn with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
     Ok(builder(deadlines, config).build()?)
+}
+
+/// [`with_tls`], which connects to this address for this name.
+///
+/// # Errors
+/// If reqwest refuses the configuration.
+pub fn to_address(
+    deadlines: Deadlines,
+    config: ClientConfig,
+    name: &str,
+    address: IpAddr,
+) -> anyhow::Result<reqwest::Client> {
+    // The port is that of the URL.
+    Ok(builder(deadlines, config).resolve(name, SocketAddr::new(address, 0)).build()?)
 }
 
 /// A client that sends all requests to a unix socket, regardless of their host.

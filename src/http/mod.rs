@@ -2,6 +2,7 @@
 
 pub mod addresses;
 pub mod body;
+pub mod certificate;
 pub mod client;
 pub mod fields;
 pub mod files;
@@ -10,6 +11,7 @@ pub mod jwt;
 pub mod networks;
 pub mod observe;
 pub mod openapi;
+pub mod passthrough;
 pub mod path_params;
 pub mod problem;
 pub mod proof;

@@ -13,7 +13,7 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
@@ -21,8 +21,10 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::addresses::Addresses;
+use super::certificate::ACME_ALPN;
 use super::head_timer::HeadStream;
 use super::networks::Networks;
+use super::passthrough::Passthrough;
 use super::shards::Shards;
 
 /// Limits of one listener.
@@ -82,14 +84,21 @@ pub async fn serve(
 
 /// Like [`serve`], with each connection on one of these threads.
 pub async fn serve_on(
-    shards: Shards,
+    threads: RouterThreads,
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     router: Router,
     limits: Limits,
     stop: CancellationToken,
 ) {
-    accept(listener, tls, router, limits, stop, Some(shards)).await;
+    accept(listener, tls, router, limits, stop, Some(threads)).await;
+}
+
+/// The threads of the public listener, and the connections that it does not serve itself.
+pub struct RouterThreads {
+    pub shards: Shards,
+    /// Only connections by TLS are passed through.
+    pub passthrough: Option<Arc<Passthrough>>,
 }
 
 async fn accept(
@@ -98,12 +107,14 @@ async fn accept(
     router: Router,
     limits: Limits,
     stop: CancellationToken,
-    shards: Option<Shards>,
+    threads: Option<RouterThreads>,
 ) {
     let open = TaskTracker::new();
     let places = Arc::new(Semaphore::new(limits.connections));
     let addresses = Addresses::new(limits.connections_of_address, limits.trusted_proxies.clone());
     let acceptor = tls.map(TlsAcceptor::from);
+    let (shards, passthrough) = threads.map(|threads| (threads.shards, threads.passthrough)).unzip();
+    let passthrough = passthrough.flatten();
     let scheme = if acceptor.is_some() { Scheme::Https } else { Scheme::Http };
     loop {
         let place = tokio::select! {
@@ -132,20 +143,35 @@ async fn accept(
         let router = router.clone();
         let from = Origin { peer, scheme };
         let (acceptor, limits) = (acceptor.clone(), limits.clone());
+        let passthrough = passthrough.clone();
         let (stop, counted) = (stop.clone(), open.token());
         let served = move |stream: TcpStream| async move {
             let _places = (place, address, counted);
             match acceptor {
                 None => connection(stream, router, from, &limits, stop).await,
                 Some(acceptor) => {
-                    let handshake = tokio::time::timeout(limits.handshake, acceptor.accept(stream));
-                    let stream = tokio::select! {
+                    let handshake = tokio::time::timeout(limits.handshake, async {
+                        if let Some(passthrough) = passthrough
+                            && let Some(validation) = passthrough.find_validation(&stream).await
+                        {
+                            // The future of each connection is as large as its largest branch.
+                            Box::pin(passthrough.forward(stream, validation)).await;
+                            return None;
+                        }
+                        acceptor.accept(stream).await.ok()
+                    });
+                    let mut stream = tokio::select! {
                         () = stop.cancelled() => return,
                         done = handshake => match done {
-                            Ok(Ok(stream)) => stream,
+                            Ok(Some(stream)) => stream,
                             _ => return,
                         },
                     };
+                    // The handshake is all of a validation (RFC 8737, section 3).
+                    if stream.get_ref().1.alpn_protocol() == Some(ACME_ALPN) {
+                        let _ = tokio::time::timeout(limits.handshake, stream.shutdown()).await;
+                        return;
+                    }
                     connection(stream, router, from, &limits, stop).await;
                 }
             }
@@ -257,7 +283,7 @@ pub fn local_addr(listener: &TcpListener) -> std::io::Result<SocketAddr> {
 #[cfg(test)]
 mod tests {
     use axum::routing::get;
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::io::AsyncReadExt;
 
     use super::*;
 

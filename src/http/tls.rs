@@ -2,13 +2,13 @@
 
 use std::fmt;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::vars;
 use anyhow::Context;
-use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature,
 };
@@ -58,7 +58,7 @@ pub fn install_provider() {
     let _ = ring::default_provider().install_default();
 }
 
-fn provider() -> Arc<CryptoProvider> {
+pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
@@ -67,8 +67,12 @@ fn provider() -> Arc<CryptoProvider> {
 /// # Errors
 /// If that file cannot be read.
 pub fn roots() -> anyhow::Result<RootCertStore> {
+    roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
+}
+
+fn roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
-    if let Some(path) = vars::SSL_CERT_FILE.from_process() {
+    if let Some(path) = file {
         let certs = CertificateDer::pem_file_iter(&path)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
             .with_context(|| format!("read the root certificates in SSL_CERT_FILE, {}", path.display()))?;
@@ -88,37 +92,66 @@ pub fn client_config() -> anyhow::Result<ClientConfig> {
         .with_no_client_auth())
 }
 
+/// Verifies certificate chains by the trusted roots, which are read once.
+#[derive(Debug, Clone)]
+pub struct ChainVerifier(Arc<WebPkiServerVerifier>);
+
+impl ChainVerifier {
+    /// By the public roots and those of a file, `SSL_CERT_FILE`.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn new(file: Option<PathBuf>) -> anyhow::Result<Self> {
+        let roots = Arc::new(roots_with(file)?);
+        Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))
+    }
+
+    /// Verifies a chain for a name, leaf first, at the current time.
+    ///
+    /// # Errors
+    /// Why a client with these roots refuses the chain.
+    pub fn verify(&self, chain: &[CertificateDer<'_>], name: &ServerName<'_>) -> Result<(), rustls::Error> {
+        let bad = rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding);
+        let (leaf, intermediates) = chain.split_first().ok_or(bad)?;
+        self.0.verify_server_cert(leaf, intermediates, name, &[], UnixTime::now()).map(drop)
+    }
+}
+
 /// Whether a pinned certificate must also chain to a trusted root (`CUSTOMER_VPS_TLS_VERIFY`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum ChainCheck {
     PinOnly,
-    PinAndChain,
+    /// From this time on; before it, the pin is enough.
+    PinAndChain {
+        verifier: ChainVerifier,
+        from: UnixTime,
+    },
 }
 
 /// A client configuration that accepts only a server with the pinned key.
 ///
 /// # Errors
-/// If the root certificates cannot be read.
+/// If the crypto provider does not support TLS.
 pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<ClientConfig> {
-    let chain: Option<Arc<dyn ServerCertVerifier>> = match check {
-        ChainCheck::PinOnly => None,
-        ChainCheck::PinAndChain => {
-            Some(WebPkiServerVerifier::builder_with_provider(Arc::new(roots()?), provider()).build()?)
-        }
-    };
     let algorithms = provider().signature_verification_algorithms;
-    Ok(ClientConfig::builder_with_provider(provider())
+    let has_chain = matches!(check, ChainCheck::PinAndChain { .. });
+    let mut config = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(PinVerifier { pin, chain, algorithms }))
-        .with_no_client_auth())
+        .with_custom_certificate_verifier(Arc::new(PinVerifier { pin, check, algorithms }))
+        .with_no_client_auth();
+    if has_chain {
+        // A resumed session would outlive the certificate that was verified for it.
+        config.resumption = Resumption::disabled();
+    }
+    Ok(config)
 }
 
 /// Compares the key with the pin, and verifies the handshake's signature so that a copied certificate is refused.
 #[derive(Debug)]
 struct PinVerifier {
     pin: SpkiPin,
-    chain: Option<Arc<dyn ServerCertVerifier>>,
+    check: ChainCheck,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
@@ -134,9 +167,11 @@ impl ServerCertVerifier for PinVerifier {
         if SpkiPin::of_certificate(end_entity)? != self.pin {
             return Err(rustls::Error::General("the server's key is not the pinned one".to_owned()));
         }
-        match &self.chain {
-            Some(chain) => chain.verify_server_cert(end_entity, intermediates, server_name, ocsp, now),
-            None => Ok(ServerCertVerified::assertion()),
+        match &self.check {
+            ChainCheck::PinAndChain { verifier, from } if now >= *from => {
+                verifier.0.verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
+            }
+            ChainCheck::PinAndChain { .. } | ChainCheck::PinOnly => Ok(ServerCertVerified::assertion()),
         }
     }
 

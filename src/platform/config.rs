@@ -17,6 +17,7 @@ use super::db;
 use super::db::kept_servers::ServerRetention;
 use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
+use super::host_trust::HostTrust;
 use super::platform_key::PlatformKeys;
 use super::rates::RateConfig;
 use super::token_rotation::TokenTiming;
@@ -41,6 +42,8 @@ pub struct PlatformConfig {
     pub secret: SecretString,
     pub provisioning: Provisioning,
     pub hosts: HostSettings,
+    /// How the connections to hosts are verified.
+    pub trust: HostTrust,
     pub provider: ProviderConfig,
     pub store: StoreConfig,
     pub host_credentials: HostCredentials,
@@ -187,6 +190,7 @@ impl PlatformConfig {
         let secret = platform_secret(env);
         let provisioning = provisioning(env);
         let hosts = HostSettings::read(env);
+        let trust = HostTrust::read(env, hosts.as_ref().and_then(|hosts| hosts.domain.clone()));
         let provider = provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
@@ -236,6 +240,7 @@ impl PlatformConfig {
             secret: secret?,
             provisioning: provisioning?,
             hosts: hosts?,
+            trust: trust?,
             provider: provider?,
             store: store?,
             host_credentials: host_credentials?,

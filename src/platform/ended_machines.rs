@@ -42,6 +42,7 @@ mod tests {
     use super::*;
     use crate::db::fleet::FleetRow;
     use crate::fleet::{summarize, tests::healthy_row};
+    use crate::host_trust::HostTrust;
     use svc_machine::id::{MachineId, OperationId};
 
     fn row() -> EndedMachineRow {
@@ -61,7 +62,7 @@ mod tests {
     /// A fleet whose only active machine needs attention.
     fn summary() -> FleetSummary {
         let failing = FleetRow { database: Some("failing".to_owned()), ..healthy_row() };
-        summarize(&[failing], Duration::MAX)
+        summarize(&[failing], Duration::MAX, &HostTrust::pin_only())
     }
 
     #[test]

@@ -5,7 +5,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::certificates;
 use super::db::fleet::FleetRow;
+use super::host_trust::HostTrust;
 use svc_machine::state::Status;
 use svc_store::bucket::is_unusable_pointer;
 use svc_wire::fleet::{BackupAges, MachineNeedingAttention, Totals};
@@ -80,7 +82,7 @@ pub struct FleetSummary {
 }
 
 /// Summarizes the active machines.
-pub fn summarize(rows: &[FleetRow], token_rotation: Duration) -> FleetSummary {
+pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust) -> FleetSummary {
     let zero = |word: &str| (word.to_owned(), 0);
     let mut by_status: BTreeMap<String, u64> =
         Status::ALL.iter().map(|status| zero(status.as_str())).collect();
@@ -92,7 +94,7 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration) -> FleetSummary {
         *by_status.entry(row.status.clone()).or_default() += 1;
         *by_image_version.entry(row.image_version.clone()).or_default() += 1;
         *by_health.entry(Health::of(row).as_str().to_owned()).or_default() += 1;
-        let reasons = reasons(row, token_rotation);
+        let reasons = reasons(row, token_rotation, trust);
         if !reasons.is_empty() {
             attention.push(MachineNeedingAttention {
                 machine_id: row.machine.into(),
@@ -128,7 +130,7 @@ fn is_booting(row: &FleetRow) -> bool {
 }
 
 /// Why a machine needs attention, most severe first.
-fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
+fn reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<String> {
     // A machine that is switched off is silent and makes no backups, as expected.
     let runs = row.status == "running" && row.powered_off_age.is_none();
     let is_reporting = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
@@ -170,6 +172,7 @@ fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
             reasons.push(reason.to_owned());
         }
     }
+    reasons.extend(certificates::attention(row, trust).map(str::to_owned));
     // Only while the host's report is fresh.
     if is_reporting {
         reasons.extend(row.attention.iter().cloned());
@@ -222,13 +225,15 @@ pub mod tests {
             bundle_keys: None,
             token_age: 9000.0,
             token_request_age: None,
+            registered_age: Some(80_000.0),
+            certificate: None,
         }
     }
 
     fn reasons_of(change: impl FnOnce(&mut FleetRow)) -> Vec<String> {
         let mut row = healthy_row();
         change(&mut row);
-        reasons(&row, ROTATION)
+        reasons(&row, ROTATION, &HostTrust::pin_only())
     }
 
     #[test]
@@ -311,7 +316,8 @@ pub mod tests {
         rows[3].backup_age = None;
         rows[3].heartbeat_age = None;
         rows[3].age = 5.0;
-        let seen = summarize(&rows, ROTATION);
+        let trust = HostTrust::pin_only();
+        let seen = summarize(&rows, ROTATION, &trust);
         let totals = &seen.totals;
         assert_eq!((totals.machines, totals.by_status["running"], totals.by_status["failed"]), (4, 3, 0));
         assert_eq!(json!(totals.by_image_version), json!({"v1": 4}));
@@ -319,7 +325,7 @@ pub mod tests {
         assert_eq!(json!(seen.backups), json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
         assert_eq!(seen.attention.len(), 1);
         assert_eq!(
-            json!(summarize(&[], ROTATION).backups),
+            json!(summarize(&[], ROTATION, &trust).backups),
             json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})
         );
     }

@@ -1,16 +1,20 @@
 //! Settings for new hosts, and for reaching hosts.
 
 use base64::Engine;
-use base64::engine::general_purpose::STANDARD as B64;
+use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD};
+use secrecy::ExposeSecret;
 use url::Url;
 
+use super::host_domain::HostDomain;
 use crate::vars;
-use svc_base::config::{Env, Flag};
+use svc_base::config::Env;
 use svc_base::variable::Variable;
 use svc_http::networks::Networks;
+use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::TrustedKeys;
 use svc_store::key::BUNDLE_FILE;
+use svc_wire::heartbeat::{AcmeSettings, CertificateSettings, ExternalAccount};
 
 /// They are part of user-data, whose size is limited.
 pub const MAX_EGRESS_NETWORKS: usize = 32;
@@ -21,7 +25,10 @@ pub struct HostSettings {
     pub internal_url: Url,
     pub bundle_url: BundleUrl,
     pub https_port: u16,
-    pub tls_verify: Flag,
+    /// The domain of the hosts' names.
+    pub domain: Option<HostDomain>,
+    /// The authority from which hosts request certificates.
+    pub acme: Option<AcmeSettings>,
     /// `IDP_*`, passed on unchanged.
     pub idp: Vec<(&'static str, String)>,
     /// The hosts' endpoint of the object store, if it differs from the platform's.
@@ -62,7 +69,8 @@ impl HostSettings {
         let exact = env.web_url(&vars::SVC_HOST_BUNDLE_URL);
         let base = env.web_url(&vars::SVC_HOST_BUNDLE_BASE_URL).or(public.clone());
         let https_port = env.or_default(&vars::CUSTOMER_VPS_HTTPS_PORT);
-        let tls_verify = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY);
+        let domain = env.optional(&vars::HOST_DOMAIN);
+        let acme = acme(env);
         let idp = [&vars::IDP_ISSUER, &vars::IDP_AUDIENCE, &vars::IDP_JWKS_URL];
         let idp =
             idp.into_iter().filter_map(|variable| Some((variable.name, line(env, variable)?))).collect();
@@ -80,7 +88,8 @@ impl HostSettings {
             internal_url: internal?,
             bundle_url: bundle_url?,
             https_port,
-            tls_verify,
+            domain,
+            acme,
             idp,
             store_endpoint,
             bundle_public_keys,
@@ -100,6 +109,12 @@ impl HostSettings {
         })
     }
 
+    /// The settings of a machine's certificate.
+    pub fn certificate(&self, machine: MachineId) -> CertificateSettings {
+        let host_name = self.domain.as_ref().map(|domain| domain.name_of(machine));
+        CertificateSettings { acme: self.acme.clone().filter(|_| host_name.is_some()), host_name }
+    }
+
     /// [`HostSettings::bundle_public_keys`], parsed for verification.
     pub fn trusted_keys(&self) -> TrustedKeys {
         self.bundle_public_keys.as_deref().and_then(|keys| keys.parse().ok()).unwrap_or_default()
@@ -114,6 +129,47 @@ fn line(env: &mut Env, variable: &Variable) -> Option<String> {
         return None;
     }
     Some(text)
+}
+
+/// The authority for hosts' certificates. Every dependent variable without it is a mistake.
+fn acme(env: &mut Env) -> Option<AcmeSettings> {
+    let url = env.web_url(&vars::ACME_DIRECTORY_URL);
+    if url.as_ref().is_some_and(|url| url.scheme() != "https") {
+        env.mistake(&vars::ACME_DIRECTORY_URL, "must be an https URL");
+    }
+    if env.is_set(&vars::ACME_DIRECTORY_URL) && !env.is_set(&vars::HOST_DOMAIN) {
+        env.mistake(&vars::ACME_DIRECTORY_URL, "needs HOST_DOMAIN, which is not set");
+    }
+    let others = [&vars::ACME_CONTACT, &vars::ACME_EAB_KEY_ID, &vars::ACME_EAB_HMAC_KEY];
+    for variable in others {
+        if env.is_set(variable) && !env.is_set(&vars::ACME_DIRECTORY_URL) {
+            env.mistake(variable, "needs ACME_DIRECTORY_URL, which is not set");
+        }
+    }
+    let contact =
+        line(env, &vars::ACME_CONTACT).map(|text| format!("mailto:{}", text.trim_start_matches("mailto:")));
+    let is_address = |contact: &str| {
+        contact.split_once('@').is_some_and(|(_, host)| host.contains('.'))
+            && !contact.contains([' ', ',', '?'])
+    };
+    if contact.as_deref().is_some_and(|contact| !is_address(contact)) {
+        env.mistake(&vars::ACME_CONTACT, "must be one e-mail address");
+    }
+    let external = match (line(env, &vars::ACME_EAB_KEY_ID), env.secret(&vars::ACME_EAB_HMAC_KEY)) {
+        (Some(key_id), Some(hmac_key)) => Some(ExternalAccount { key_id, hmac_key }),
+        (None, None) => None,
+        _ => {
+            env.mistake(&vars::ACME_EAB_KEY_ID, "and ACME_EAB_HMAC_KEY must both be set, or neither");
+            None
+        }
+    };
+    if let Some(external) = &external {
+        let key = external.hmac_key.expose_secret().trim_end_matches('=');
+        if !URL_SAFE_NO_PAD.decode(key).is_ok_and(|key| !key.is_empty()) {
+            env.mistake(&vars::ACME_EAB_HMAC_KEY, "must be base64url, as the authority issued it");
+        }
+    }
+    Some(AcmeSettings { directory_url: url?.to_string(), contact, external_account: external })
 }
 
 /// Raw Ed25519 keys in base64, separated by commas.
@@ -169,6 +225,46 @@ mod tests {
         let mut env = Env::from_pairs([(vars::PLATFORM_EGRESS_CIDRS.name, list)]);
         let networks = egress(&mut env);
         env.finish(Some(networks)).map_err(|error| error.to_string())
+    }
+
+    fn read_acme(pairs: &[(&str, &str)]) -> Result<Option<AcmeSettings>, Vec<String>> {
+        let mut env = Env::from_pairs(pairs.iter().copied());
+        let settings = acme(&mut env);
+        env.finish(Some(settings)).map_err(|error| error.mistakes)
+    }
+
+    #[test]
+    fn acme_settings_report_each_mistake_without_values() {
+        let good = [
+            ("HOST_DOMAIN", "hosts.example.com"),
+            ("ACME_DIRECTORY_URL", "https://ca.example/dir"),
+            ("ACME_CONTACT", "ops@example.com"),
+            ("ACME_EAB_KEY_ID", "kid-1"),
+            ("ACME_EAB_HMAC_KEY", "bWFj"),
+        ];
+        let settings = read_acme(&good).unwrap().unwrap();
+        assert_eq!(settings.contact.as_deref(), Some("mailto:ops@example.com"));
+        assert!(read_acme(&[]).unwrap().is_none());
+        for (changed, mistake) in [
+            (("ACME_DIRECTORY_URL", "http://ca.example/dir"), "must be an https URL"),
+            (("ACME_CONTACT", "ops"), "must be one e-mail address"),
+            (("ACME_CONTACT", "a@example.com,b@example.com"), "must be one e-mail address"),
+            (("ACME_EAB_HMAC_KEY", "s3cret!"), "must be base64url"),
+        ] {
+            let pairs: Vec<_> =
+                good.iter().map(|pair| if pair.0 == changed.0 { changed } else { *pair }).collect();
+            let mistakes = read_acme(&pairs).unwrap_err().join("; ");
+            assert!(mistakes.contains(mistake) && !mistakes.contains("s3cret"), "{changed:?}: {mistakes}");
+        }
+        for (missing, mistake) in [
+            ("HOST_DOMAIN", "ACME_DIRECTORY_URL: needs HOST_DOMAIN"),
+            ("ACME_DIRECTORY_URL", "ACME_CONTACT: needs ACME_DIRECTORY_URL"),
+            ("ACME_EAB_HMAC_KEY", "must both be set"),
+        ] {
+            let pairs: Vec<_> = good.iter().filter(|pair| pair.0 != missing).copied().collect();
+            let mistakes = read_acme(&pairs).unwrap_err().join("; ");
+            assert!(mistakes.contains(mistake), "{missing}: {mistakes}");
+        }
     }
 
     #[test]

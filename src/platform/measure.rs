@@ -9,12 +9,13 @@ use deadpool_postgres::Status;
 use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
+use super::host_trust::HostTrust;
 use super::operations::vocabulary;
-use super::{ended_machines, fleet};
+use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
-    ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
-    OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING,
-    PROVIDER_BUDGET, label,
+    ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
+    MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN,
+    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
 use svc_http::problem::chain;
 use svc_machine::operation::OperationKind;
@@ -27,7 +28,11 @@ pub async fn collect(platform: &Platform) {
     measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
     match tokio::time::timeout(
         MEASURE_TIMEOUT,
-        measure_installation(&platform.report_db, platform.config.timing.tokens.rotate),
+        measure_installation(
+            &platform.report_db,
+            platform.config.timing.tokens.rotate,
+            &platform.config.trust,
+        ),
     )
     .await
     {
@@ -46,9 +51,15 @@ fn measure_pools(pools: &[&Db]) {
     POOL_WAITING.set([], sum(|status| status.waiting));
 }
 
-async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
+async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTrust) -> Result<(), DbError> {
     let session = db.session().await?;
-    let mut seen = fleet::summarize(&db::fleet::list_active_machines(&session).await?, token_rotation);
+    let rows = db::fleet::list_active_machines(&session).await?;
+    let mut seen = fleet::summarize(&rows, token_rotation, trust);
+    if let Some(certificates) = certificates::summary(&rows, trust) {
+        MACHINES_BY_CERTIFICATE.set(["trusted"], certificates.trusted as f64);
+        MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);
+        MACHINES_BY_CERTIFICATE.set(["missing"], certificates.missing as f64);
+    }
     ended_machines::add_to(&mut seen, &db::ended_machines::list_needing_attention(&session).await?);
     for (status, count) in &seen.totals.by_status {
         MACHINES.set([label(status)], *count as f64);

@@ -5,6 +5,7 @@
 pub mod alarms;
 pub mod api;
 pub mod bundle_keys;
+pub mod certificates;
 pub mod config;
 pub mod context;
 pub mod copies;
@@ -12,8 +13,10 @@ pub mod db;
 pub mod doctor;
 pub mod ended_machines;
 pub mod fleet;
+pub mod host_domain;
 pub mod host_settings;
 pub mod host_store;
+pub mod host_trust;
 pub mod key_change;
 pub mod key_rotation;
 pub mod keys;
@@ -58,6 +61,7 @@ use self::context::Platform;
 use self::db::platform_keys::ProcessKeys;
 use self::db::{Db, DbError};
 use self::host_store::HostStore;
+use self::host_trust::HostTrust;
 use self::key_change::admission::AdmissionError;
 use self::key_change::mark::{self, MarkError};
 use self::keys::{KeyError, Seal};
@@ -65,7 +69,7 @@ use self::process_clock::ProcessClock;
 use self::rate_budget::SharedBudget;
 use self::rates::ApiRates;
 use self::route_freshness::Freshness;
-use self::router::RouterContext;
+use self::router::{RouterContext, RouterService};
 use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -73,11 +77,12 @@ use svc_base::config::{Env, platform_env_file};
 use svc_base::metrics;
 use svc_base::telemetry;
 use svc_http::client::{self, Deadlines};
-use svc_http::server::{self, Limits};
+use svc_http::server::{self, Limits, RouterThreads};
 use svc_http::shards::Shards;
 use svc_http::tls::Identity;
 use svc_provider::hetzner::Hetzner;
 use svc_store::{Bucket, parallel_probe};
+use svc_wire::text::Text;
 
 /// Time for running steps to finish after the stop signal; the next process resumes the rest.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
@@ -157,6 +162,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
+    warn_of_missing_certificates(&report_db, &config.trust).await;
     let presence = tokio::spawn(key_change::renew_process_row(db.clone(), process.clone()));
     let installation = read_installation_id(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
@@ -168,6 +174,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         pool: sessions.pool().clone(),
         database: config.database.clone(),
         config: config.routing.clone(),
+        trust: config.trust.clone(),
         proof: keys.clone(),
         freshness: freshness.clone(),
         stop: stop.clone(),
@@ -213,12 +220,12 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let trusted_proxies = platform.config.rates.trusted_proxies.clone();
     let limits = Limits { trusted_proxies, ..Limits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));
-    let routes = router::router(routes).or_exit(Exit::Internal)?;
+    let RouterService { routes, passthrough } = router::router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
     let trusted_proxies = platform.config.routing.trusted_proxies.clone();
     let limits = Limits { trusted_proxies, ..Limits::default() };
-    let shards = Shards::start().or_exit(Exit::Internal)?;
-    tasks.spawn(server::serve_on(shards, public.listener, public.tls, routes, limits, stop.clone()));
+    let threads = RouterThreads { shards: Shards::start().or_exit(Exit::Internal)?, passthrough };
+    tasks.spawn(server::serve_on(threads, public.listener, public.tls, routes, limits, stop.clone()));
     // Without a supervisor, no one listens.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
@@ -278,6 +285,34 @@ fn check_mark(noted: Result<(), MarkError>) -> Result<bool, Failure> {
             Ok(false)
         }
         Ok(()) => Ok(true),
+    }
+}
+
+/// These machines are unreachable once their grace is over. The platform starts in any case: one machine must not
+/// keep the others from being served.
+async fn warn_of_missing_certificates(db: &Db, trust: &HostTrust) {
+    if trust.chain.is_none() {
+        return;
+    }
+    let listed = async { db::fleet::list_active_machines(&db.session().await?).await };
+    match listed.await {
+        Ok(rows) => {
+            if let Some(seen) = certificates::summary(&rows, trust).filter(|seen| seen.missing > seen.exempt)
+            {
+                let handles: Vec<_> = seen.missing_handles.iter().map(Text::as_str).collect();
+                let (machines, exempt) = (seen.missing, seen.exempt);
+                tracing::warn!(
+                    machines,
+                    exempt,
+                    ?handles,
+                    "CUSTOMER_VPS_TLS_VERIFY is on, and machines have no trusted certificate; they are unreachable unless \
+                     new or exempt: see `svcctl fleet`"
+                );
+            }
+        }
+        Err(error) => {
+            tracing::warn!(error = %svc_base::chain::chain(&error), "cannot check the certificates of machines");
+        }
     }
 }
 

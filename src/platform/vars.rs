@@ -87,8 +87,26 @@ svc_base::variables! {
         CUSTOMER_VPS_IMAGE_VERSION: "version" = required;
         /// Port on which hosts listen.
         CUSTOMER_VPS_HTTPS_PORT: "port" = "443";
-        /// A host's certificate must chain to a public root in addition to having the pinned key.
+        /// A host's certificate must chain to a trusted root for the host's name, in addition to having the
+        /// pinned key. Needs `HOST_DOMAIN`. See [Certificates of machines](../operating/certificates.md).
         CUSTOMER_VPS_TLS_VERIFY: "flag" = "false";
+        /// How long after its registration a machine is reached by its pinned key alone, so that it can get its
+        /// first certificate.
+        CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS: "seconds" = "3600";
+        /// Machines that stay reachable by their pinned key alone.
+        CUSTOMER_VPS_TLS_VERIFY_EXCEPT: "machine ids, separated by commas" = unset;
+        /// Domain of the hosts' names, `<machine-id>.<HOST_DOMAIN>`.
+        HOST_DOMAIN: "domain" = unset;
+        /// Directory of the certificate authority from which hosts request certificates (ACME, RFC 8555), for
+        /// example `https://acme-v02.api.letsencrypt.org/directory`. Setting it states that you accept the
+        /// authority's terms of service. Needs `HOST_DOMAIN`.
+        ACME_DIRECTORY_URL: "https URL" = unset;
+        /// Where the authority sends notices.
+        ACME_CONTACT: "e-mail address" = unset;
+        /// Id of the account with the authority to which the hosts' accounts are bound, if it requires one.
+        ACME_EAB_KEY_ID: "text" = unset;
+        /// Key of that account. Every host gets it.
+        ACME_EAB_HMAC_KEY: "base64url" = unset;
         /// Ed25519 keys whose signature on a bundle's manifest hosts trust: base64 of the raw 32 bytes.
         BUNDLE_PUBLIC_KEYS: "list, separated by commas" = unset;
         /// Number of that key set, with which new hosts start: the `--keys-sequence` of the last release that

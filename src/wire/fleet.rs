@@ -34,6 +34,10 @@ pub struct Fleet {
     #[serde(default)]
     #[schemars(with = "BundleKeys")]
     pub bundle_keys: Option<BundleKeys>,
+    /// Present while the platform has a domain for host names. Older platforms omit it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Certificates")]
+    pub certificates: Option<Certificates>,
     /// The open rollout.
     pub rollout: Option<RolloutSummary>,
     /// The first operations that run for too long; `overdueOperationsTotal` counts all.
@@ -115,6 +119,27 @@ pub struct OverdueOperation {
     pub error_code: Option<String>,
     #[serde(default)]
     pub age_seconds: u64,
+}
+
+/// The certificates of the machines that have booted. Lists of handles are bounded; the numbers are not.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Certificates {
+    /// `CUSTOMER_VPS_TLS_VERIFY`.
+    pub is_required: bool,
+    /// Number of machines with a trusted certificate that is not about to expire.
+    pub trusted: u64,
+    pub expiring: u64,
+    #[serde(default)]
+    pub expiring_handles: Vec<Text<Handle>>,
+    /// Number of machines without a trusted certificate.
+    pub missing: u64,
+    #[serde(default)]
+    pub missing_handles: Vec<Text<Handle>>,
+    /// Number of the missing ones that `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
+    #[serde(default)]
+    pub exempt: u64,
 }
 
 /// The release keys that hosts trust. Lists of handles are bounded; the numbers are not.

@@ -4,7 +4,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 
-use crate::host::{ComponentStatus, LastBackup, LastUpdate, SnapshotChecks};
+use crate::host::{ComponentStatus, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
 use crate::machine::{Attention, Disk};
 use crate::registration::Registration;
 use crate::secret;
@@ -61,6 +61,9 @@ pub struct Heartbeat {
     /// Absent until the host's updater has written them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<TrustedKeyIds>,
+    /// Absent before the host's gateway has reported it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate: Option<HostCertificate>,
     /// The registration that the platform accepted; a database restored from an older copy may lack it. Absent before
     /// the registration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -112,10 +115,56 @@ pub struct HeartbeatResponse {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub desired_request_id: Option<String>,
+    /// How the host gets its certificate. Older platforms omit it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "CertificateSettings")]
+    pub certificate: Option<CertificateSettings>,
     /// The token for later calls. Present while the host uses another one.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "secret::expose_option")]
     #[schemars(with = "String")]
     pub next_token: Option<SecretString>,
+}
+
+/// A host's name, and the certificate authority that issues its certificate.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct CertificateSettings {
+    /// Without a name, the host keeps its self-signed certificate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub host_name: Option<String>,
+    /// Without it, the host requests no certificate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "AcmeSettings")]
+    pub acme: Option<AcmeSettings>,
+}
+
+/// A certificate authority that speaks ACME (RFC 8555), whose terms of service the operator has accepted.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct AcmeSettings {
+    pub directory_url: String,
+    /// An address to which the authority sends notices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub contact: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "ExternalAccount")]
+    pub external_account: Option<ExternalAccount>,
+}
+
+/// An account with the authority to which the host's ACME account is bound.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct ExternalAccount {
+    pub key_id: String,
+    /// In base64url.
+    #[serde(serialize_with = "secret::expose")]
+    #[schemars(with = "String")]
+    pub hmac_key: SecretString,
 }
 
 /// Public keys of the platform's proofs.

@@ -19,6 +19,35 @@ words!(
     UpdateOutcome { Updated = "updated", RolledBack = "rolled_back", Refused = "refused", Failed = "failed" }
 );
 
+words!(
+    /// Where a host's certificate comes from.
+    CertificateSource { SelfSigned = "self_signed", Acme = "acme", File = "file" }
+);
+
+/// The certificate that a host presents.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct HostCertificate {
+    /// The name that the platform gave the host.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub host_name: Option<String>,
+    pub source: Text<CertificateSource>,
+    #[serde(default)]
+    pub issued_at: Time,
+    #[serde(default)]
+    pub expires_at: Time,
+    /// Whether the roots of the host verified the chain for its name when it was last checked.
+    #[serde(default)]
+    pub is_trusted: bool,
+    /// Why the last attempt to replace it failed.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// When the host requests the next certificate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_attempt_at: Option<Time>,
+}
+
 /// The last backup.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]

@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::copies::Copies;
-use crate::host::{ComponentStatus, LastBackup, LastUpdate, SnapshotChecks};
+use crate::host::{ComponentStatus, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
 use crate::operation::Operation;
 use crate::text::{Text, Time, unknown, words};
 use svc_machine::event::RestoreMode;
@@ -53,6 +53,9 @@ pub struct Machine {
     pub https_port: u64,
     /// SHA-256 of its host's public key, in hexadecimal digits.
     pub tls_spki_sha256: Option<String>,
+    /// Its host's certificate, as last reported.
+    #[serde(default)]
+    pub certificate: Option<HostCertificate>,
     pub registered_at: Option<Time>,
     pub heartbeat_at: Option<Time>,
     pub health: Option<Health>,

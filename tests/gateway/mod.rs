@@ -14,6 +14,7 @@ mod bridge_sqlstate;
 mod bridge_together;
 mod bridge_types;
 mod bridge_write;
+mod certificates;
 
 mod described;
 mod dispatch;

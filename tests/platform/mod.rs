@@ -6,6 +6,7 @@ mod boot_stages;
 mod budget;
 mod bundles;
 mod calls;
+mod certificates;
 mod compatibility;
 mod config;
 mod copies;

@@ -1,5 +1,6 @@
 //! The environment of a platform test: a database, a store, a provider, and platform processes that it may kill.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
@@ -360,6 +361,8 @@ pub struct Guest {
     pub restore_mode: String,
     pub epoch: String,
     pub user_data: String,
+    /// The variables of all env files.
+    pub settings: BTreeMap<String, String>,
 }
 
 impl Guest {
@@ -367,7 +370,7 @@ impl Guest {
         let config: Value =
             serde_json::from_str(server.user_data.strip_prefix("#cloud-config\n").expect("cloud-config"))
                 .expect("JSON");
-        let mut found = std::collections::BTreeMap::new();
+        let mut found = BTreeMap::new();
         let files = config["write_files"].as_array().expect("files");
         for file in
             files.iter().filter(|file| file["path"].as_str().is_some_and(|path| path.ends_with(".env")))
@@ -383,7 +386,13 @@ impl Guest {
             restore_mode: take("SVC_RESTORE_MODE"),
             epoch: take("SVC_EPOCH"),
             user_data: server.user_data.clone(),
+            settings: found,
         }
+    }
+
+    /// A variable of an env file; empty if there is none.
+    pub fn setting(&self, name: &str) -> String {
+        self.settings.get(name).cloned().unwrap_or_default()
     }
 }
 

@@ -96,10 +96,12 @@ fn programs(names: &[&str]) -> String {
 
 /// Host settings that root reads only from its own process and `update.env`, or that only services of other users
 /// read.
-const NOT_FROM_OTHERS: [&Variable; 24] = [
+const NOT_FROM_OTHERS: [&Variable; 27] = [
+    &host::ACME_RETRY_SECONDS,
     &host::BRIDGE_CHANGES_KEEP_SECONDS,
     &host::BRIDGE_STATEMENT_TIMEOUT_MS,
     &host::GATEWAY_AUTH,
+    &host::GATEWAY_TLS_CERT_FILE,
     &host::HEARTBEAT_SECONDS,
     &host::IDP_AUDIENCE,
     &host::IDP_ISSUER,
@@ -112,6 +114,8 @@ const NOT_FROM_OTHERS: [&Variable; 24] = [
     &host::SVC_BUNDLE_SHA256,
     &host::SVC_ENVIRONMENT,
     &host::SVC_HOST_BUNDLE_URL,
+    // The doctor, as root, reads what a heartbeat has delivered.
+    &host::SVC_HOST_NAME,
     &host::SVC_PG_BIN_DIR,
     &host::SVC_POSTGRES_IMAGE,
     &host::SVC_PRODUCTION,

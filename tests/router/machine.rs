@@ -11,7 +11,7 @@ use futures_util::{SinkExt, StreamExt};
 use http::{HeaderMap, StatusCode};
 use hyper_util::rt::TokioIo;
 use svc::http::server::{Limits, serve};
-use svc::http::tls::{SpkiPin, self_signed};
+use svc::http::tls::{Identity, SpkiPin, self_signed};
 use svc::machine::id::MachineId;
 use tokio::net::TcpListener;
 use tokio_tungstenite::WebSocketStream;
@@ -36,7 +36,11 @@ pub struct TestMachine {
 
 impl TestMachine {
     pub async fn start() -> Result<Self> {
-        let identity = self_signed(&["127.0.0.1".to_owned()])?;
+        Self::start_as(MachineId::new(), &self_signed(&["127.0.0.1".to_owned()])?).await
+    }
+
+    /// With this id, certificate and key.
+    pub async fn start_as(id: MachineId, identity: &Identity) -> Result<Self> {
         let pin = identity.pin()?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let (addr, stop) = (listener.local_addr()?, CancellationToken::new());
@@ -45,7 +49,7 @@ impl TestMachine {
         let tls = Some(Arc::new(identity.server_config()?));
         let limits = Limits { drain: std::time::Duration::ZERO, ..Limits::default() };
         tokio::spawn(serve(listener, tls, app, limits, stop.clone()));
-        Ok(Self { id: MachineId::new(), addr, pin, arrivals, stop })
+        Ok(Self { id, addr, pin, arrivals, stop })
     }
 
     pub fn ip(&self) -> IpAddr {

@@ -11,4 +11,5 @@ mod proxy;
 mod sessions;
 mod sign_out;
 mod streams;
+mod verification;
 mod world;

@@ -12,12 +12,13 @@ use reqwest::RequestBuilder;
 use serde_json::Value;
 use svc::config::Env;
 use svc::http::proof::{Claims, ProofKeys, Signer};
-use svc::http::server::{Limits, serve_on};
+use svc::http::server::{Limits, RouterThreads, serve_on};
 use svc::http::shards::Shards;
 use svc::platform::config::RouterConfig;
+use svc::platform::host_trust::HostTrust;
 use svc::platform::keys::{AppKeys, SigningSet};
 use svc::platform::route_freshness::Freshness;
-use svc::platform::router::{RouterContext, router};
+use svc::platform::router::{RouterContext, RouterService, router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_postgres::{Client, NoTls};
@@ -106,10 +107,22 @@ impl World {
 
     /// Another process of the same platform.
     pub async fn another_process(&self) -> Result<Self> {
+        self.process(self.settings.clone()).await
+    }
+
+    /// Another process with these in place of all settings about hosts.
+    pub async fn process_with(&self, settings: &[(&str, &str)]) -> Result<Self> {
+        let of_hosts = |name: &str| name.starts_with("CUSTOMER_VPS_") || name == "HOST_DOMAIN";
+        let mut pairs: Vec<_> = self.settings.iter().filter(|(name, _)| !of_hosts(name)).cloned().collect();
+        pairs.extend(settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+        self.process(pairs).await
+    }
+
+    async fn process(&self, settings: Vec<(String, String)>) -> Result<Self> {
         let (idp, db) = (Arc::clone(&self.idp), Arc::clone(&self.database));
         let config = db.url().parse()?;
         let signing = (self.signing.clone(), Arc::clone(&self.app_signer));
-        Self::on(idp, db, config, self.settings.clone(), signing).await
+        Self::on(idp, db, config, settings, signing).await
     }
 
     async fn on(
@@ -121,18 +134,22 @@ impl World {
     ) -> Result<Self> {
         let mut env = Env::from_pairs(settings.iter().map(|(name, value)| (&**name, &**value)));
         let config = RouterConfig::read(&mut env);
-        let config = env.finish(config)?;
+        let domain = env.optional(&svc::platform::vars::HOST_DOMAIN);
+        let trust = HostTrust::read(&mut env, domain);
+        let (config, trust) = env.finish(config.zip(trust))?;
         let keys = signing.borrow().public.clone();
         let proof = signing.subscribe();
         let stop = CancellationToken::new();
         let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
         let pool = deadpool_postgres::Pool::builder(manager).max_size(4).build()?;
         let freshness = Arc::new(Freshness::new(config.max_staleness));
-        let app = router(RouterContext { pool, database, config, proof, freshness, stop: stop.clone() })?;
+        let context = RouterContext { pool, database, config, trust, proof, freshness, stop: stop.clone() };
+        let RouterService { routes, passthrough } = router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
         let limits = Limits { drain: Duration::ZERO, ..Limits::default() };
-        tokio::spawn(serve_on(Shards::start()?, listener, None, app, limits, stop.clone()));
+        let threads = RouterThreads { shards: Shards::start()?, passthrough };
+        tokio::spawn(serve_on(threads, listener, None, routes, limits, stop.clone()));
         let client = reqwest::Client::builder()
             .redirect(reqwest::redirect::Policy::none())
             .no_proxy()

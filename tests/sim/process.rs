@@ -103,6 +103,7 @@ impl Process {
             pool: database.db.pool().clone(),
             database: config.database.clone(),
             config: config.routing.clone(),
+            trust: config.trust.clone(),
             proof: database.keys.clone(),
             freshness: freshness.clone(),
             stop: switch.token(),
@@ -129,7 +130,7 @@ impl Process {
         });
         let process = Self {
             api: api::routes(platform.clone()),
-            public: router::router(routes).expect("a router"),
+            public: router::router(routes).expect("a router").routes,
             tasks: TaskTracker::new(),
             switch,
             platform,

@@ -1,6 +1,7 @@
 //! The sync agent: it reports the machine's state, stores what it receives, and exits when the machine was replaced.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
@@ -279,5 +280,33 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
     assert_eq!((meta.provider_server_id.as_deref(), meta.status.as_str()), (Some("4711"), "quiesced"));
     assert_eq!(meta.public_ipv4, Some(std::net::Ipv4Addr::new(192, 0, 2, 7)));
+    Ok(())
+}
+
+#[tokio::test]
+async fn certificate_settings_are_stored_and_certificate_is_reported() -> Result<()> {
+    let store = machine::store()?;
+    let external = json!({ "keyId": "kid-1", "hmacKey": "bWFj" });
+    let settings = json!({ "hostName": "a.hosts.example",
+        "acme": { "directoryUrl": "https://ca.example/dir", "externalAccount": external } });
+    let response = json!({ "superseded": false, "proofKeys": { "keys": [] }, "certificate": settings });
+    let platform = Platform::start(ScriptedResponse::Json(200, response)).await?;
+    let machine = Machine::in_use(&store, 3).await?;
+    platform.configure(&machine)?;
+    let presented = json!({ "hostName": "a.hosts.example", "source": "acme", "issuedAt": "2026-11-21T11:05:00.000Z",
+        "expiresAt": "2027-02-19T11:05:00.000Z", "isTrusted": true, "error": null });
+    let path = machine.path("var/lib/svc/certificate.json");
+    svc::fsx::write_atomic(&path, presented.to_string().as_bytes(), 0o644)?;
+    let listen = gateway(&machine).await?.to_string();
+    let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
+    let running = machine.spawn(&["svc-sync-agent"], &extra)?;
+    let stored = machine.path("var/lib/svc/tls/settings.json");
+    until("the settings are stored", || stored.exists()).await?;
+    running.signal(Signal::SIGTERM)?;
+    wait_for_exit(running).await?.expect(0);
+    assert_eq!(serde_json::from_slice::<Value>(&fs::read(&stored)?)?, settings);
+    assert_eq!(fs::metadata(&stored)?.permissions().mode() & 0o777, 0o600);
+    let first: Value = serde_json::from_str(&platform.calls()[0].body)?;
+    assert_eq!(first["certificate"], presented);
     Ok(())
 }

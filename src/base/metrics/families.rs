@@ -93,6 +93,9 @@ families! {
          unknown: no report yet.";
     MACHINES_NEEDING_ATTENTION: Gauges<0> = "svc_machines_needing_attention", [], on Platform,
         "Machines that `svcctl fleet` lists with a reason.";
+    MACHINES_BY_CERTIFICATE: Gauges<1> = "svc_machines_by_certificate", ["certificate"], on Platform,
+        "Machines that have booted, by the certificate that their hosts last reported: trusted, expiring, or \
+         missing (none that the host's roots verify for its name). Only with `HOST_DOMAIN`.";
     BACKUP_AGE: Gauges<1> = "svc_backup_age_seconds", ["over"], on Platform,
         "Age of the last verified snapshot over all slots with data: maximum and median.";
     BACKUP_NEVER: Gauges<0> = "svc_backups_never", [], on Platform,
@@ -139,6 +142,10 @@ families! {
         "1 while records cannot be written to the disk.";
     RECORDS_WAITING: Gauges<0> = "svc_records_waiting_bytes", [], on Host,
         "Bytes of accepted records that are not written yet.";
+    CERTIFICATE_EXPIRY: Gauges<0> = "svc_certificate_expiry_timestamp_seconds", [], on Host,
+        "Unix time at which the presented certificate expires.";
+    CERTIFICATE_TRUSTED: Gauges<0> = "svc_certificate_trusted", [], on Host,
+        "1 if this machine's roots verify the presented certificate for its name, else 0.";
     SNAPSHOT_TAKEN: Gauges<0> = "svc_backup_last_success_timestamp_seconds", [], on Host,
         "Unix time of the last verified snapshot of this machine.";
     BACKUP_OK: Gauges<0> = "svc_backup_last_run_success", [], on Host,

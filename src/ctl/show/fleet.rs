@@ -8,7 +8,7 @@ use super::human::span;
 use super::machine::UPDATE_ADVICE;
 use super::operation::kind_noun;
 use super::table::{self, Cell};
-use super::{Colour, View, bundle_keys, compact, deploy};
+use super::{Colour, View, bundle_keys, certificates, compact, deploy};
 use crate::args;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
@@ -138,6 +138,7 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
         Some(keys) => bundle_keys::findings(keys, named),
         None => named,
     };
+    let named = certificates::findings(fleet.certificates.as_ref(), named);
     let total = fleet.attention_total.max(fleet.attention.len() as u64);
     let more = total.saturating_sub(MAX_NAMED as u64);
     let named = if more > 0 {
@@ -160,6 +161,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             ("health", by_count(&totals.by_health).into()),
             ("images", by_count(&totals.by_image_version).into()),
             ("backups", backups(&fleet.backups)),
+            ("certificates", certificates::cell(fleet.certificates.as_ref())),
             ("rollout", rollout(fleet.rollout.as_ref())),
         ],
     );
@@ -266,6 +268,9 @@ fn advice(reason: &str) -> &'static str {
         "update_rolled_back" | "update_failed" => UPDATE_ADVICE,
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",
+        "certificate_expiring" | "certificate_missing" | "certificate_pending" => {
+            "svcctl status HANDLE shows why there is no new one; on its host svcctl doctor"
+        }
         "token_not_rotated" => "svcctl deploy start brings its host a release that rotates tokens",
         _ => "svcctl status HANDLE",
     }

@@ -3,7 +3,7 @@
 use super::copies::{LeftTimes, format_unsaved};
 use super::human::{ago, format_bytes, seconds, when};
 use super::table::{self, Cell};
-use super::{Colour, View, boot, copies, failure, operation, text, token};
+use super::{Colour, View, boot, certificates, copies, failure, operation, text, token};
 use crate::args;
 use svc_store::bucket::is_unusable_pointer;
 use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, UpdateOutcome};
@@ -192,6 +192,7 @@ pub fn details_with_left_times(view: &View, m: &MachineDetail, left_times: &Left
         ("health", health_cell(m.health.as_ref())),
         ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
         ("update", update.map_or_else(|| "".into(), |update| update_cell(view, update))),
+        ("certificate", m.certificate.as_ref().map_or("".into(), certificates::machine_cell)),
         ("token", m.upgrade_token.as_ref().map(|token| token::line(view, token)).unwrap_or_default().into()),
         ("replaced by", m.replaced_by.as_deref().unwrap_or_default().into()),
         ("deleted", time(&m.deleted_at).into()),

@@ -8,6 +8,7 @@ pub mod backup;
 pub mod boot;
 pub mod bundle;
 pub mod bundle_keys;
+mod certificates;
 pub mod copies;
 pub mod deploy;
 pub mod failure;

@@ -3,6 +3,7 @@
 //! Changes no file, credential or unit. Reports what it may not read.
 
 mod backup;
+mod certificate;
 mod configuration;
 mod database;
 mod files;
@@ -62,6 +63,7 @@ pub async fn run_checks() -> Report {
         Check::new("database", NETWORK_CHECK_TIMEOUT, database::check(&layout)),
         Check::new("gateway", NETWORK_CHECK_TIMEOUT, gateway::check(&layout)),
         file_checks.check("tls-key", gateway::key),
+        file_checks.check("certificate", certificate::check),
         Check::new("platform", NETWORK_CHECK_TIMEOUT, platform::check(&layout)),
         Check::new("clock", NETWORK_CHECK_TIMEOUT, platform::clock(&layout)),
         Check::new("store", NETWORK_CHECK_TIMEOUT, store::check(&layout)),

@@ -3,6 +3,7 @@
 //! A configuration that would enable the development default on anything but a developer's machine is rejected.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
@@ -15,6 +16,7 @@ use svc_base::variable::Variable;
 use svc_http::jwt::TrustedIssuer;
 use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
 
 /// Minimum length of `ADMIN_TOKEN`, equal to that of the platform's secret.
 const MIN_ADMIN_TOKEN_CHARS: usize = 32;
@@ -33,6 +35,10 @@ pub struct Config {
     pub statement_timeout: Duration,
     /// Retention of change events.
     pub changes_keep: Duration,
+    /// A certificate chain that the operator places on the machine.
+    pub certificate_file: Option<PathBuf>,
+    /// First backoff after a failed request for a certificate.
+    pub acme_retry: Duration,
 }
 
 /// The provisioned owner of the machine, or the development default.
@@ -63,6 +69,11 @@ impl Config {
         if keep == 0 {
             env.mistake(&vars::BRIDGE_CHANGES_KEEP_SECONDS, "must be at least 1");
         }
+        let certificate_file = env.path(&vars::GATEWAY_TLS_CERT_FILE);
+        let acme_retry = env.or_default(&vars::ACME_RETRY_SECONDS);
+        if acme_retry == 0 {
+            env.mistake(&vars::ACME_RETRY_SECONDS, "must be at least 1");
+        }
         let database = DatabaseUrl::read(&mut env);
         let postgres = database.as_ref().and_then(|url| match url.config() {
             Ok(config) => Some(config),
@@ -81,6 +92,8 @@ impl Config {
                 postgres: postgres?,
                 statement_timeout: Duration::from_millis(timeout),
                 changes_keep: Duration::from_secs(keep),
+                certificate_file,
+                acme_retry: Duration::from_secs(acme_retry),
             })
         })();
         env.finish(built)
@@ -88,6 +101,14 @@ impl Config {
 }
 
 impl Config {
+    /// `None` on a developer's machine.
+    pub fn machine(&self) -> Option<MachineId> {
+        match &self.owner {
+            OwnerConfig::Provisioned { identity, .. } => Some(identity.machine),
+            OwnerConfig::DevDefault => None,
+        }
+    }
+
     /// The machine's epoch; [`Epoch::NONE`] on a developer's machine.
     pub fn epoch(&self) -> Epoch {
         match &self.owner {

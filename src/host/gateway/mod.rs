@@ -40,6 +40,7 @@ pub use self::endpoint::Endpoint;
 pub use self::router::{description, endpoints};
 
 use self::auth::Ingress;
+use self::certificate::{CertificateKeeper, KeeperConfig};
 use self::config::Config;
 use self::state::{Gateway, Services};
 use super::system::config::begin_log;
@@ -68,6 +69,9 @@ enum Command {
     /// Show the cost of dispatches, aggregated
     #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]
     Usage(cli::UsageArgs),
+    /// Print a request for a certificate of this machine's name and key, for an authority that an operator uses
+    #[command(after_help = "Example: svc-gateway certificate-request > request.pem")]
+    CertificateRequest,
     /// Show the last lines of a record, and optionally follow it
     #[command(after_help = "Example: svc-gateway logs audit --follow")]
     Logs(cli::LogsArgs),
@@ -90,6 +94,9 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Some(Command::InstallApps) => {
             applet::block_on("svc-gateway", async { apps::install_bundled(&Layout::from_process()) })
         }
+        Some(Command::CertificateRequest) => {
+            applet::block_on("svc-gateway", async { certificate::print_request(&Layout::from_process()) })
+        }
         Some(Command::Usage(args)) => {
             applet::block_on("svc-gateway", async { cli::usage(&Layout::from_process(), args) })
         }
@@ -107,9 +114,16 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let config = Config::load(layout)?;
     let layout = config.layout.clone();
     let identity = certificate::open(&layout).context("the machine's TLS key").or_exit(Exit::Internal)?;
-    let tls = identity.server_config().context("the machine's TLS key").or_exit(Exit::Internal)?;
     // The key is constant for the machine's lifetime and known only to it.
     let change_ids = bridge::IdSecret::derive(identity.key_pem.as_bytes());
+    let keeper = KeeperConfig {
+        layout: layout.clone(),
+        machine: config.machine(),
+        file: config.certificate_file.clone(),
+        first_retry: config.acme_retry,
+    };
+    let keeper = CertificateKeeper::start(keeper, identity).or_exit(Exit::Config)?;
+    let tls = keeper.switch().server_config().or_exit(Exit::Internal)?;
     let listener = TcpListener::bind(config.listen).await;
     let public =
         listener.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
@@ -144,6 +158,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(disk_watch::watch(layout.clone(), kernel.clone(), stop.clone()));
     tokio::spawn(writers.clone().watch(stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
+    tokio::spawn(keeper.run(stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let gateway = Gateway(services.clone());
     let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));

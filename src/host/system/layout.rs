@@ -151,6 +151,26 @@ impl Layout {
         self.state("tls/key.pem")
     }
 
+    /// The chain that an authority issued for [`Layout::tls_key`].
+    pub fn tls_chain(&self) -> PathBuf {
+        self.state("tls/chain.pem")
+    }
+
+    /// The account with the authority, including its key.
+    pub fn acme_account(&self) -> PathBuf {
+        self.state("tls/acme-account.json")
+    }
+
+    /// The settings of the certificate from the last heartbeat response; `host.env` has the initial name.
+    pub fn certificate_settings(&self) -> PathBuf {
+        self.state("tls/settings.json")
+    }
+
+    /// The certificate that the gateway presents, reported by the heartbeat.
+    pub fn certificate(&self) -> PathBuf {
+        self.state("certificate.json")
+    }
+
     pub fn update_state(&self) -> PathBuf {
         self.state("update")
     }

@@ -6,6 +6,7 @@ pub mod app_sizes;
 pub mod backoff;
 pub mod blocking;
 pub mod boot_progress;
+pub mod certificate;
 pub mod config;
 pub mod disk_fill;
 pub mod epoch;

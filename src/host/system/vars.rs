@@ -18,6 +18,8 @@ svc_base::variables! {
         UPGRADE_TOKEN: "text" = required;
         /// The platform's first public keys. Heartbeats deliver later ones.
         SVC_PROOF_KEYS: "JWK set" = required, by ["svc-gateway", "svc-sync-agent"];
+        /// The machine's name, for its certificate. Heartbeats deliver later ones, and the authority.
+        SVC_HOST_NAME: "host name" = unset, by ["svc-gateway", "svcctl"];
         /// The identity provider's issuer.
         IDP_ISSUER: "text" = unset, by ["svc-gateway"];
         /// Accepted audiences.
@@ -77,6 +79,12 @@ svc_base::variables! {
         /// An operator's credential on the host, in addition to a proof or on the gateway's socket. The
         /// gateway ignores a shorter one and logs an error.
         ADMIN_TOKEN: "text of at least 32 characters" = unset;
+        /// PEM file with a certificate chain for the machine's name and its key, in place of the authority's. The
+        /// gateway reads it again when it changes. See [Certificates of
+        /// machines](../operating/certificates.md#certificates-from-files).
+        GATEWAY_TLS_CERT_FILE: "path" = unset;
+        /// First backoff after a failed request for a certificate. It doubles, up to 6 hours.
+        ACME_RETRY_SECONDS: "seconds, at least 1" = "120";
         /// Timeout of one statement of an app.
         BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, at least 1" = "10000";
         /// How long a listener to changes may be disconnected and still resume.

@@ -14,7 +14,7 @@ use crate::alarms;
 use crate::context::Platform;
 use crate::db::operations::OverdueOperation;
 use crate::db::{self, rollouts};
-use crate::{bundle_keys, ended_machines, fleet, resource};
+use crate::{bundle_keys, certificates, ended_machines, fleet, resource};
 use axum::routing::get;
 use http::Method;
 use svc_base::clock::now_ms;
@@ -33,7 +33,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     call.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
-    let mut summary = fleet::summarize(&rows, platform.config.timing.tokens.rotate);
+    let mut summary = fleet::summarize(&rows, platform.config.timing.tokens.rotate, &platform.config.trust);
     ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
     let hosts = &platform.config.hosts;
     let open = rollouts::find_open(&session).await?;
@@ -44,6 +44,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         attention: summary.attention,
         attention_total: summary.attention_total,
         bundle_keys: Some(bundle_keys::summary(&rows, &hosts.trusted_keys(), hosts.bundle_keys_sequence)),
+        certificates: certificates::summary(&rows, &platform.config.trust),
         rollout: resource::rollout::summaries(&session, open.as_slice()).await?.pop(),
         overdue_operations: overdue.iter().map(overdue_operation).collect(),
         overdue_operations_total: total.unsigned_abs(),

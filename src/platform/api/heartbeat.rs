@@ -94,6 +94,7 @@ pub async fn handle(
         proof_keys: Some(wire::ProofKeys { keys: keys.collect() }),
         quiesce: stopped_for.map(Into::into),
         desired_request_id,
+        certificate: machine.is_active().then(|| platform.config.hosts.certificate(machine.id)),
         next_token: next_token.filter(|_| !superseded && machine.is_active()),
     };
     let mut response = Json(body).into_response();

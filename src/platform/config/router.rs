@@ -8,7 +8,6 @@ use crate::vars;
 use svc_base::config::Env;
 use svc_http::jwt::TrustedIssuer;
 use svc_http::networks::Networks;
-use svc_http::tls::ChainCheck;
 
 use crate::public_host::PublicHost;
 
@@ -25,7 +24,6 @@ pub struct RouterConfig {
     pub sign_in: Url,
     /// Redirect target for users without a running machine. Only for legacy deployments.
     pub legacy_fallback: Option<Url>,
-    pub chain_check: ChainCheck,
     pub poll_interval: Duration,
     /// Maximum age at which routes are served while the database is unreachable.
     pub max_staleness: Duration,
@@ -38,8 +36,7 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
-    /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL`, `CUSTOMER_VPS_TLS_VERIFY` and
-    /// `PLATFORM_ROUTES_POLL_MS`. Records mistakes in `env` and returns `None` if there are any.
+    /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL` and `PLATFORM_ROUTES_POLL_MS`. Records mistakes in `env` and returns `None` if there are any.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
         let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
@@ -61,7 +58,6 @@ impl RouterConfig {
         env.require(&vars::IDP_SIGN_IN_URL);
         let sign_in = env.web_url(&vars::IDP_SIGN_IN_URL);
         let legacy_fallback = env.web_url(&vars::LEGACY_FALLBACK_URL);
-        let chain = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY);
         let poll_interval =
             env.or_default::<u64>(&vars::PLATFORM_ROUTES_POLL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
         let max_stale = env.or_default::<u64>(&vars::ROUTER_MAX_STALE_SECONDS).max(1);
@@ -75,7 +71,6 @@ impl RouterConfig {
             idp: TrustedIssuer { issuer: issuer?, audiences: audiences?, jwks_url: jwks_url? },
             sign_in: sign_in?,
             legacy_fallback,
-            chain_check: if chain.is_on() { ChainCheck::PinAndChain } else { ChainCheck::PinOnly },
             poll_interval: Duration::from_millis(poll_interval),
             max_staleness: Duration::from_secs(max_stale),
             user_rate,

@@ -3,6 +3,7 @@
 //! The invariant: running operations and backups are each read once for the fleet, never once per machine.
 
 use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
 
 use super::{DbError, query};
 use svc_machine::id::{MachineId, OperationId};
@@ -53,9 +54,33 @@ pub struct FleetRow {
     pub token_request_age: Option<f64>,
     /// Codes of the problems that its host last reported for a person.
     pub attention: Vec<String>,
+    /// Since its registration.
+    pub registered_age: Option<f64>,
+    /// The certificate that its host last reported; `None` also if its times cannot be read.
+    pub certificate: Option<ReportedCertificate>,
     /// The sequence number of the key set by which its host verifies releases, and the ids of the keys, as last
     /// reported.
     pub bundle_keys: Option<(i64, Vec<String>)>,
+}
+
+/// A certificate as its host last reported it. Times are in seconds; `expires_in` counts from now.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ReportedCertificate {
+    pub is_trusted: bool,
+    pub expires_in: f64,
+    pub lifetime: f64,
+}
+
+impl ReportedCertificate {
+    /// From the stored report. PostgreSQL would refuse the whole statement for one time that it cannot cast.
+    fn parse(is_trusted: bool, issued_at: Option<&str>, expires_at: Option<&str>, now: f64) -> Option<Self> {
+        let seconds = |text: Option<&str>| {
+            let time: Timestamp = text?.parse().ok()?;
+            Some(time.as_second() as f64)
+        };
+        let (issued_at, expires_at) = (seconds(issued_at)?, seconds(expires_at)?);
+        Some(Self { is_trusted, expires_in: expires_at - now, lifetime: expires_at - issued_at })
+    }
 }
 
 pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> {
@@ -75,7 +100,10 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
                extract(epoch FROM now() - m.upgrade_token_rotated_at)::float8, \
                extract(epoch FROM now() - m.upgrade_token_requested_at)::float8, \
                m.bundle_keys_sequence, m.bundle_key_ids, \
-               coalesce(m.health -> 'disk' = 'null'::jsonb, false), m.health ->> 'code' \
+               coalesce(m.health -> 'disk' = 'null'::jsonb, false), m.health ->> 'code', \
+               extract(epoch FROM now() - m.registered_at)::float8, \
+               coalesce(m.certificate -> 'isTrusted' = 'true'::jsonb, false), \
+               m.certificate ->> 'issuedAt', m.certificate ->> 'expiresAt', extract(epoch FROM now())::float8 \
                FROM user_machines m \
                LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
@@ -116,6 +144,8 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
             bundle_keys: row.get::<_, Option<_>>(25).zip(row.get(26)),
             is_disk_unknown: row.get(27),
             code: row.get(28),
+            registered_age: row.get(29),
+            certificate: ReportedCertificate::parse(row.get(30), row.get(31), row.get(32), row.get(33)),
         })
         .collect())
 }

@@ -338,6 +338,8 @@ pub struct Heartbeat<'a> {
     pub proof_kids: &'a [String],
     /// `None` keeps the last reported value.
     pub trusted_keys: Option<&'a TrustedKeyIds>,
+    /// `None` keeps the last reported value.
+    pub certificate: Option<Value>,
 }
 
 /// Writes a heartbeat. A snapshot dated after the database's clock is ignored: it would silence the slot's backup
@@ -353,7 +355,8 @@ pub async fn record_heartbeat(
                  CASE WHEN backup_taken_at <= latest THEN backup_taken_at END, \
                  CASE WHEN $5::timestamptz <= latest THEN $5 END), backup_taken_at), \
                last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9, \
-               bundle_keys_sequence = coalesce($10, bundle_keys_sequence), bundle_key_ids = coalesce($11, bundle_key_ids) \
+               bundle_keys_sequence = coalesce($10, bundle_keys_sequence), bundle_key_ids = coalesce($11, bundle_key_ids), \
+               certificate = coalesce($12, certificate) \
                FROM bound WHERE machine_id = $1 RETURNING coalesce($5 > latest, false)";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
@@ -368,6 +371,7 @@ pub async fn record_heartbeat(
         &beat.attention,
         &beat.trusted_keys.map(|keys| i64::from(keys.sequence)),
         &beat.trusted_keys.map(|keys| &keys.ids),
+        &beat.certificate,
     ];
     if query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)) {
         tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,

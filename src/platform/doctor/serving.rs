@@ -79,6 +79,13 @@ pub fn settings(config: &PlatformConfig) -> Findings {
             "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or loopback behind a proxy with TLS",
         );
     }
+    if config.hosts.acme.is_some() && config.router.tls.is_none() {
+        findings = findings.warning(
+            "ACME_DIRECTORY_URL is set, and the router does not terminate TLS: it cannot pass validations through to machines",
+            "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or an A record for each machine: see \
+             docs/operating/certificates.md",
+        );
+    }
     let admitted = if config.hosts.egress.is_empty() {
         "every address, as PLATFORM_EGRESS_CIDRS is not set".to_owned()
     } else {

@@ -13,12 +13,10 @@ use url::Url;
 
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
-use svc_base::config::Flag;
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 use svc_http::proof::{self, Claims, Route};
 use svc_http::request_id;
-use svc_http::tls::{ChainCheck, pinned_client_config};
 use svc_http::usage::UsageQuery;
 use svc_machine::id::OperationId;
 use svc_machine::name::ImageVersion;
@@ -257,16 +255,15 @@ async fn send(
 ) -> anyhow::Result<reqwest::Response> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
-    let mut url = Url::parse(&format!("https://{address}:{}{}", machine.https_port, request.path))?;
+    let trust = &platform.config.trust;
+    let name = trust.server_name(machine.id, address);
+    let mut url = Url::parse(&format!("https://{}:{}{}", name.to_str(), machine.https_port, request.path))?;
     if !request.query.is_empty() {
         url.query_pairs_mut().extend_pairs(&request.query);
     }
-    let check = match platform.config.hosts.tls_verify {
-        Flag::On => ChainCheck::PinAndChain,
-        Flag::Off => ChainCheck::PinOnly,
-    };
+    let tls = trust.client_config(pin, trust.chain_from(machine.id, machine.registered_at))?;
     let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims(machine, request));
-    let client = client::with_tls(CALL_DEADLINES, pinned_client_config(pin, check)?)?;
+    let client = client::to_address(CALL_DEADLINES, tls, &name.to_str(), address.into())?;
     let call = client.request(request.method.clone(), url).header(proof::HEADER, signed);
     let mut call = request_id::onward(call);
     if let Some(body) = &request.body {

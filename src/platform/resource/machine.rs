@@ -38,6 +38,7 @@ impl From<&MachineRow> for Machine {
             public_ipv4: row.public_ipv4,
             https_port: row.https_port.into(),
             tls_spki_sha256: row.tls_pin.map(|pin| pin.to_string()),
+            certificate: parse_report(row.certificate.as_ref()),
             registered_at: row.registered_at.map(Into::into),
             heartbeat_at: row.heartbeat_at.map(Into::into),
             health: parse_report(row.health.as_ref()),

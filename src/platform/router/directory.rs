@@ -4,18 +4,19 @@
 //! and running; when that ends, it is closed with its connections.
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 
-use svc_http::tls::ChainCheck;
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 
-use super::machine::{Machine, MachineRecord, Upstream};
+use super::machine::{Endpoint, Machine, MachineRecord, Upstream};
+use crate::host_trust::HostTrust;
 use crate::route_freshness::Freshness;
 
 pub(super) struct Directory {
-    check: ChainCheck,
+    trust: HostTrust,
     freshness: Arc<Freshness>,
     table: RwLock<Table>,
 }
@@ -46,8 +47,8 @@ impl MachineLookup {
 }
 
 impl Directory {
-    pub(super) fn new(check: ChainCheck, freshness: Arc<Freshness>) -> Self {
-        Self { check, freshness, table: RwLock::default() }
+    pub(super) fn new(trust: HostTrust, freshness: Arc<Freshness>) -> Self {
+        Self { trust, freshness, table: RwLock::default() }
     }
 
     /// Finds the machine of the chosen slot. Without a choice, or if that slot is gone, finds the running machine of
@@ -84,6 +85,22 @@ impl Directory {
         are_served.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
+    /// How connections to hosts are verified.
+    pub(super) fn trust(&self) -> &HostTrust {
+        &self.trust
+    }
+
+    /// The address of a machine that is routed to, for validations of its name.
+    pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
+        let id = self.trust.domain.as_ref()?.machine_of(name)?;
+        if !self.freshness.routes().are_served() {
+            return None;
+        }
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let Endpoint { ip, port, .. } = table.machines.get(&id)?.upstream.as_ref()?.endpoint;
+        Some(SocketAddr::from((ip, port)))
+    }
+
     /// Confirms that the table matched the database at `read_at`.
     pub(super) fn confirm(&self, read_at: Instant) {
         self.freshness.confirm(read_at);
@@ -102,7 +119,7 @@ impl Directory {
     /// Replaces the table by all active rows, read at `read_at` or later.
     ///
     /// # Errors
-    /// If the trusted roots for a new upstream cannot be loaded; the old table stays.
+    /// If the crypto provider does not support TLS; the old table stays.
     pub(super) fn replace(&self, mut records: Vec<MachineRecord>, read_at: Instant) -> anyhow::Result<()> {
         records.sort_by_key(|record| (record.created_at, record.id));
         let mut upstreams = self.upstreams();
@@ -115,7 +132,7 @@ impl Directory {
                     Some(upstream) if upstream.endpoint == endpoint => Some(upstream),
                     other => {
                         other.inspect(|old| old.proxy.close());
-                        Some(Arc::new(Upstream::new(endpoint, self.check)?))
+                        Some(Arc::new(Upstream::new(record.id, endpoint, &self.trust)?))
                     }
                 },
             };

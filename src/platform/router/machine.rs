@@ -10,10 +10,11 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
+use crate::host_trust::HostTrust;
 use crate::keys::SigningSet;
 use svc_http::proof::{Claims, ISSUER, MAX_LIFETIME_SECONDS, Route, Signer};
 use svc_http::proxy::{Dial, Io, Proxy, ProxyLimits};
-use svc_http::tls::{ChainCheck, SpkiPin, pinned_client_config};
+use svc_http::tls::SpkiPin;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, Slot};
 use svc_machine::state::Status;
@@ -37,12 +38,14 @@ pub(super) struct MachineRecord {
     pub(super) created_at: Timestamp,
 }
 
-/// The address of a machine and the pin of its TLS key.
+/// The address of a machine, the pin of its TLS key, and what else its certificate must prove.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Endpoint {
     pub(super) ip: Ipv4Addr,
     pub(super) port: u16,
     pub(super) pin: SpkiPin,
+    /// Since when its certificate's chain is required, in seconds since 1970.
+    pub(super) chain_from: Option<u64>,
 }
 
 pub(super) struct Machine {
@@ -131,17 +134,19 @@ impl Machine {
 
 impl Upstream {
     /// # Errors
-    /// If the trusted roots cannot be loaded.
-    pub(super) fn new(endpoint: Endpoint, check: ChainCheck) -> anyhow::Result<Self> {
-        let mut config = pinned_client_config(endpoint.pin, check)?;
+    /// If the crypto provider does not support TLS.
+    pub(super) fn new(id: MachineId, endpoint: Endpoint, trust: &HostTrust) -> anyhow::Result<Self> {
+        let mut config = trust.client_config(endpoint.pin, endpoint.chain_from)?;
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        let dial = PinnedDialer { endpoint, connector: TlsConnector::from(Arc::new(config)) };
+        let name = trust.server_name(id, endpoint.ip);
+        let dial = PinnedDialer { endpoint, name, connector: TlsConnector::from(Arc::new(config)) };
         Ok(Self { endpoint, proxy: Proxy::new(dial, ProxyLimits::default()) })
     }
 }
 
 struct PinnedDialer {
     endpoint: Endpoint,
+    name: ServerName<'static>,
     connector: TlsConnector,
 }
 
@@ -151,6 +156,6 @@ impl Dial for PinnedDialer {
         let Endpoint { ip, port, .. } = self.endpoint;
         let stream = TcpStream::connect(SocketAddr::from((ip, port))).await?;
         stream.set_nodelay(true)?;
-        Ok(Box::new(self.connector.connect(ServerName::from(std::net::IpAddr::from(ip)), stream).await?))
+        Ok(Box::new(self.connector.connect(self.name.clone(), stream).await?))
     }
 }

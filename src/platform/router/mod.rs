@@ -39,6 +39,7 @@ pub use cookie::{drop_reserved, reserved_names};
 const USER_BURST_SECONDS: u32 = 2;
 
 use crate::config::RouterConfig;
+use crate::host_trust::HostTrust;
 use crate::keys::SigningSet;
 use crate::route_freshness::Freshness;
 use directory::Directory;
@@ -46,6 +47,7 @@ use identity::Authenticator;
 use session::Sessions;
 use sign_outs::SignOuts;
 use svc_http::observe::{self, Listener};
+use svc_http::passthrough::Passthrough;
 use svc_http::rate::RateLimit;
 use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
@@ -57,6 +59,8 @@ pub struct RouterContext {
     /// For the watcher's dedicated connection, which does not wait for the pool.
     pub database: tokio_postgres::Config,
     pub config: RouterConfig,
+    /// How the connections to hosts are verified.
+    pub trust: HostTrust,
     pub proof: channel::Receiver<Arc<SigningSet>>,
     /// Shared with the readiness check of the process.
     pub freshness: Arc<Freshness>,
@@ -74,14 +78,21 @@ struct RouterState {
     proof: channel::Receiver<Arc<SigningSet>>,
 }
 
+/// The service for the public listener.
+pub struct RouterService {
+    pub routes: Router,
+    /// Present if hosts have names.
+    pub passthrough: Option<Arc<Passthrough>>,
+}
+
 /// Starts the database watcher, which runs until `stop`, and returns the service for the public listener.
 ///
 /// # Errors
 /// If the HTTP client for the identity provider cannot be created.
-pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
+pub fn router(ctx: RouterContext) -> anyhow::Result<RouterService> {
     let client =
         client::build(client::Deadlines::CALL).context("create the identity provider's HTTP client")?;
-    let directory = Arc::new(Directory::new(ctx.config.chain_check, Arc::clone(&ctx.freshness)));
+    let directory = Arc::new(Directory::new(ctx.trust, Arc::clone(&ctx.freshness)));
     let sessions = Sessions::new(ctx.pool, Arc::clone(&ctx.freshness), ctx.proof.clone());
     let sessions = Arc::new(sessions);
     let sign_outs = Arc::<SignOuts>::default();
@@ -96,12 +107,17 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
     tokio::spawn(watcher.run(ctx.stop));
     let verifier = jwt::Verifier::new(ctx.config.idp.clone(), client);
     let authenticator = Authenticator::new(verifier, Arc::clone(&sessions), ctx.config.check_rate);
+    let passthrough = directory.trust().domain.is_some().then(|| {
+        let directory = Arc::clone(&directory);
+        Arc::new(Passthrough::new(move |name| directory.find_address(name)))
+    });
     let user_rate = RateLimit::new(ctx.config.user_rate, USER_BURST_SECONDS);
     let (config, proof) = (ctx.config, ctx.proof);
     let state =
         Arc::new(RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof });
-    Ok(Router::new()
+    let routes = Router::new()
         .fallback(serve::serve)
         .with_state(state)
-        .layer(axum::middleware::from_fn_with_state(Listener::Router, observe::layer)))
+        .layer(axum::middleware::from_fn_with_state(Listener::Router, observe::layer));
+    Ok(RouterService { routes, passthrough })
 }

@@ -20,6 +20,7 @@ use super::directory::Directory;
 use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
 use super::sign_outs::SignOuts;
+use crate::host_trust::HostTrust;
 use crate::route_freshness::{Freshness, RoutesState};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::metrics::ROUTES_AGE;
@@ -122,7 +123,8 @@ impl Watcher {
         } else {
             // Read after the digest, so that a change in between changes the next digest.
             let rows = client.query(&*machines, &[]).await?;
-            let rows = rows.iter().filter_map(parse_machine).collect();
+            let trust = self.directory.trust();
+            let rows = rows.iter().filter_map(|row| parse_machine(row, trust)).collect();
             self.directory.replace(rows, started_at)?;
             *last_digest = Some(current_digest);
         }
@@ -208,7 +210,7 @@ impl Connection {
             format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}");
         let machines = format!(
             "SELECT machine_id, idp_user_id, slot, handle, status, public_ipv4, https_port, tls_spki_sha256, \
-             proof_kids, created_at, powered_off_at IS NOT NULL {ACTIVE}"
+             proof_kids, created_at, powered_off_at IS NOT NULL, registered_at {ACTIVE}"
         );
         Ok(Self {
             digest: client.prepare(&digest).await?,
@@ -237,19 +239,21 @@ async fn resolve_hosts(config: &Config) -> anyhow::Result<Config> {
 }
 
 /// Parses a machine's row. A row that cannot be parsed is logged and not routed to.
-fn parse_machine(row: &tokio_postgres::Row) -> Option<MachineRecord> {
+fn parse_machine(row: &tokio_postgres::Row, trust: &HostTrust) -> Option<MachineRecord> {
     let read = || -> anyhow::Result<MachineRecord> {
+        let id = MachineId(row.try_get(0)?);
         let (ip, pin): (Option<&str>, Option<&str>) = (row.try_get(5)?, row.try_get(7)?);
         let endpoint = match (ip, pin) {
             (Some(ip), Some(pin)) => Some(Endpoint {
                 ip: ip.parse().context("public_ipv4")?,
                 port: u16::try_from(row.try_get::<_, i32>(6)?).context("https_port")?,
                 pin: pin.parse().map_err(|why| anyhow::anyhow!("tls_spki_sha256 {why}"))?,
+                chain_from: trust.chain_from(id, row.try_get(11)?),
             }),
             _ => None,
         };
         Ok(MachineRecord {
-            id: MachineId(row.try_get(0)?),
+            id,
             user: row.try_get::<_, &str>(1)?.parse()?,
             slot: row.try_get::<_, &str>(2)?.parse()?,
             handle: row.try_get::<_, &str>(3)?.parse()?,

@@ -30,13 +30,33 @@ impl Ca {
 
     /// Issues a server certificate for these names and addresses: its PEM, without the root's, and its key's (PKCS#8).
     pub fn issue(&self, names: &[&str]) -> Result<(String, String)> {
+        let key = KeyPair::generate()?;
+        Ok((self.certify(names, &key, None)?, key.serialize_pem()))
+    }
+
+    /// Issues a server certificate for an existing key, valid from an hour before to this long after now.
+    pub fn issue_for(&self, names: &[&str], key_pem: &str, lifetime: jiff::SignedDuration) -> Result<String> {
+        self.certify(names, &KeyPair::from_pem(key_pem)?, Some(lifetime))
+    }
+
+    fn certify(
+        &self,
+        names: &[&str],
+        key: &KeyPair,
+        lifetime: Option<jiff::SignedDuration>,
+    ) -> Result<String> {
         let mut params = CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         params.distinguished_name.push(DnType::CommonName, names.first().copied().unwrap_or("kit"));
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.use_authority_key_identifier_extension = true;
-        let key = KeyPair::generate()?;
-        Ok((params.signed_by(&key, &self.root)?.pem(), key.serialize_pem()))
+        if let Some(lifetime) = lifetime {
+            let now = std::time::SystemTime::now();
+            params.not_before = (now - std::time::Duration::from_secs(3600)).into();
+            let end = jiff::Timestamp::try_from(now)? + lifetime;
+            params.not_after = std::time::SystemTime::from(end).into();
+        }
+        Ok(params.signed_by(key, &self.root)?.pem())
     }
 
     /// The root certificate.

@@ -10,6 +10,7 @@
 //! | [`vm`] | virtual machines that boot a Debian with user-data |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
 //! | [`ca`] | a certificate authority |
+//! | [`pebble`] | a certificate authority that speaks ACME |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
 //! | [`heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
 //! | [`fetch`] | tools fetched once into `target/tools` |
@@ -45,6 +46,7 @@ pub mod model_stub;
 pub mod moto;
 pub mod net;
 pub mod packages;
+pub mod pebble;
 pub mod pg;
 pub mod provider;
 pub mod quoted;

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use super::config::SyncConfig;
 use super::heartbeat::{self, AcceptedToken, HeartbeatReply};
+use crate::system::certificate;
 use crate::system::epoch;
 use crate::system::layout::Layout;
 use crate::system::quiesce;
@@ -63,6 +64,9 @@ pub fn apply_response(
     if let Some(keys) = response.proof_keys.filter(|keys| !keys.keys.is_empty()) {
         let keys = keys.keys.into_iter().map(|wire::ProofKey { kid, x }| ProofKey { kid, x });
         store_proof_keys(&config.layout, &ProofKeys { keys: keys.collect() })?;
+    }
+    if let Some(settings) = &response.certificate {
+        certificate::store_settings(&config.layout, settings)?;
     }
     // The current token remains valid, so an error does not stop the rest of the response.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {

@@ -6,6 +6,7 @@ use secrecy::{ExposeSecret, SecretString};
 use super::code_probe::CodeProbe;
 use super::config::SyncConfig;
 use super::vitals;
+use crate::system::certificate;
 use crate::system::platform_response::{ProblemBody, read_body};
 use crate::system::registration;
 use crate::system::release;
@@ -74,6 +75,7 @@ impl<'a> HeartbeatClient<'a> {
             proof_kids: vitals::proof_kids(config),
             registration: registration::accepted(&config.layout, config.identity.machine),
             attention,
+            certificate: certificate::read(&config.layout),
             trusted_keys: trusted_keys::read(&config.layout),
         };
         let Tokens { current, before } = config.platform.upgrade_token.tokens();
@@ -84,13 +86,16 @@ impl<'a> HeartbeatClient<'a> {
             accepted = AcceptedToken { token: before, refused: Some(accepted.token) };
             (status, body) = self.send(&request, &accepted.token).await?;
         }
-        let has_optional_fields =
-            request.registration.is_some() || !request.attention.is_empty() || request.trusted_keys.is_some();
+        let has_optional_fields = request.registration.is_some()
+            || !request.attention.is_empty()
+            || request.trusted_keys.is_some()
+            || request.certificate.is_some();
         if status == StatusCode::BAD_REQUEST && has_optional_fields {
             // An older platform rejects unknown fields, but must receive the heartbeat.
             request.attention.clear();
             request.registration = None;
             request.trusted_keys = None;
+            request.certificate = None;
             (status, body) = self.send(&request, &accepted.token).await?;
         }
         if status == StatusCode::FORBIDDEN && ProblemBody::parse(&body).code == "superseded" {

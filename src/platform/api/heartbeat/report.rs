@@ -15,8 +15,8 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle::MAX_KEYS;
 use svc_wire::heartbeat::{ComponentHealth, Heartbeat, MAX_PROOF_KIDS, MAX_TRUSTED_KEYS, TrustedKeyIds};
 use svc_wire::host::{
-    ComponentStatus, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks,
-    UpdateOutcome,
+    CertificateSource, ComponentStatus, HostCertificate, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome,
+    SnapshotCheck, SnapshotChecks, UpdateOutcome,
 };
 use svc_wire::machine::{Disk, Health};
 
@@ -47,6 +47,7 @@ impl HeartbeatReport {
             backup_taken_at: self.backup_taken_at,
             proof_kids: &sent.proof_kids,
             trusted_keys: sent.trusted_keys.as_ref(),
+            certificate: sent.certificate.as_ref().map(|report| json!(report)),
         }
     }
 
@@ -73,6 +74,7 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let attention = attention::read(&mut fields);
     let proof_kids = fields.strings("proofKids", MAX_PROOF_KIDS);
     let trusted_keys = trusted_keys(&mut fields);
+    let certificate = certificate(&mut fields);
     let registration = registration(&mut fields);
     let built = (|| {
         let (last_backup, backup_taken_at) = last_backup.unzip();
@@ -88,6 +90,7 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
             attention,
             proof_kids,
             trusted_keys,
+            certificate,
             registration: registration.as_ref().map(|registration| registration.sent.clone()),
         };
         Some(HeartbeatReport { sent, backup_taken_at: backup_taken_at.flatten(), registration })
@@ -112,6 +115,27 @@ fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     }
     fields.close(inner);
     Some(TrustedKeyIds { sequence: sequence?.ok()?, ids })
+}
+
+/// The certificate that the host presents.
+fn certificate(fields: &mut Fields) -> Option<HostCertificate> {
+    let mut inner = fields.optional_nested("certificate")?;
+    let host_name = inner.reported("hostName");
+    let source: Option<CertificateSource> = inner.required("source");
+    let (issued_at, expires_at) = (inner.required_time("issuedAt"), inner.required_time("expiresAt"));
+    let is_trusted = inner.boolean("isTrusted").unwrap_or(false);
+    let error = inner.reported("error");
+    let next_attempt_at = inner.time("nextAttemptAt").map(Into::into);
+    fields.close(inner);
+    Some(HostCertificate {
+        host_name,
+        source: source?.into(),
+        issued_at: issued_at?.into(),
+        expires_at: expires_at?.into(),
+        is_trusted,
+        error,
+        next_attempt_at,
+    })
 }
 
 fn registration(fields: &mut Fields) -> Option<HostRegistration> {
@@ -269,6 +293,15 @@ mod tests {
             attention: vec![Attention { code: "snapshot_held".to_owned(), detail: "d".to_owned() }],
             proof_kids: vec!["proof-1".to_owned()],
             trusted_keys: Some(TrustedKeyIds { sequence: 2, ids: vec!["614c4b637b092e93".to_owned()] }),
+            certificate: Some(HostCertificate {
+                host_name: Some("a.hosts.example.com".to_owned()),
+                source: CertificateSource::Acme.into(),
+                issued_at: at(),
+                expires_at: at(),
+                is_trusted: true,
+                error: Some("e".to_owned()),
+                next_attempt_at: Some(at()),
+            }),
             registration: Some(Registration {
                 machine_id: MachineId::new(),
                 image_version: "2026.11.1".parse().unwrap(),
@@ -300,6 +333,7 @@ mod tests {
             "attention",
             "proofKids",
             "trustedKeys",
+            "certificate",
             "registration",
         ];
         for name in optional {

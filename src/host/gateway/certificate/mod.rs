@@ -1,12 +1,22 @@
-//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
+//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration. Chains of
+//! an authority are for the same key (`keeper`).
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
 //! leaves no key that was ever used.
 
-use anyhow::Context;
+mod acme;
+mod keeper;
+mod schedule;
 
+pub use self::keeper::{CertificateKeeper, KeeperConfig};
+
+use anyhow::{Context, anyhow};
+
+use crate::system::certificate;
 use crate::system::layout::Layout;
+use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx;
+use svc_http::certificate::signing_request;
 use svc_http::tls::{self, Identity};
 
 /// Reads the machine's certificate or creates it.
@@ -22,6 +32,22 @@ pub fn open(layout: &Layout) -> anyhow::Result<Identity> {
     fsx::write_atomic(&layout.tls_key(), identity.key_pem.as_bytes(), 0o600)?;
     fsx::write_atomic(&layout.tls_cert(), identity.cert_pem.as_bytes(), 0o600)?;
     Ok(identity)
+}
+
+/// Prints a request for a certificate of the machine's name, which its key has signed.
+///
+/// # Errors
+/// The machine has no name or no key yet, or its key cannot be read.
+pub fn print_request(layout: &Layout) -> Result<(), Failure> {
+    let Some(name) = certificate::settings(layout).host_name else {
+        let error = anyhow!("this machine has no name: set HOST_DOMAIN on the platform");
+        return Err(Failure::new(Exit::Config, error));
+    };
+    let path = layout.tls_key();
+    let key = std::fs::read_to_string(&path);
+    let key = key.with_context(|| format!("read {}", path.display())).or_exit(Exit::Unavailable)?;
+    print!("{}", signing_request(&name, &key).or_exit(Exit::Internal)?.pem);
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,0 +1,62 @@
+//! Certificates of machines: a line for the fleet and for one machine, and findings of the doctor.
+
+use super::Colour;
+use super::table::Cell;
+use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
+use svc_machine::name::Handle;
+use svc_wire::fleet::Certificates;
+use svc_wire::host::HostCertificate;
+use svc_wire::text::Text;
+
+fn names(handles: &[Text<Handle>], count: u64) -> String {
+    let more = if count > handles.len() as u64 { ", …" } else { "" };
+    let handles: Vec<_> = handles.iter().map(Text::as_str).collect();
+    format!("{}{more}", handles.join(", "))
+}
+
+/// `3 trusted, 1 missing (ada); required`.
+pub fn cell(certificates: Option<&Certificates>) -> Cell {
+    let Some(seen) = certificates else { return "".into() };
+    let mut words = vec![format!("{} trusted", seen.trusted)];
+    if seen.expiring > 0 {
+        words.push(format!("{} expiring ({})", seen.expiring, names(&seen.expiring_handles, seen.expiring)));
+    }
+    if seen.missing > 0 {
+        words.push(format!("{} missing ({})", seen.missing, names(&seen.missing_handles, seen.missing)));
+    }
+    let required = if seen.is_required { "; required" } else { "; not required" };
+    let is_bad = seen.expiring > 0 || (seen.is_required && seen.missing > seen.exempt);
+    Cell::painted(is_bad.then_some(Colour::Bad), words.join(", ") + required)
+}
+
+/// A finding for machines that would become unreachable, or have.
+pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Findings {
+    let Some(seen) = certificates.filter(|seen| seen.missing > seen.exempt) else { return findings };
+    let who = format!(
+        "{} ({}) without a trusted certificate",
+        pluralize(seen.missing, "machine"),
+        names(&seen.missing_handles, seen.missing)
+    );
+    if seen.is_required {
+        findings.warning(
+            format!("CUSTOMER_VPS_TLS_VERIFY is on, and there is {who}"),
+            "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps a machine reachable",
+        )
+    } else {
+        findings.warning(
+            format!("do not set CUSTOMER_VPS_TLS_VERIFY yet: {who}"),
+            "svcctl status HANDLE shows why; a machine needs a release that requests certificates",
+        )
+    }
+}
+
+/// `acme, trusted, until 2026-12-01T00:00:00.000Z`.
+pub fn machine_cell(seen: &HostCertificate) -> Cell {
+    let trust = if seen.is_trusted { "trusted" } else { "not trusted" };
+    let line = format!("{}, {trust}, until {}", seen.source, seen.expires_at);
+    match &seen.error {
+        Some(error) => Cell::painted(Some(Colour::Bad), format!("{line}; last attempt: {error}")),
+        None => line.into(),
+    }
+}

@@ -1,0 +1,99 @@
+//! Checks the certificate that the gateway presents: its name, its trust, its end.
+
+use jiff::{SignedDuration, Timestamp};
+
+use crate::system::certificate;
+use crate::system::layout::Layout;
+use svc_base::diagnosis::Findings;
+use svc_wire::host::{CertificateSource, HostCertificate};
+
+const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
+/// A short-lived certificate is warned of with less of its lifetime left.
+const WARNING_SHARE: i32 = 6;
+
+pub fn check(layout: &Layout) -> Findings {
+    let findings = Findings::new("certificate");
+    let settings = certificate::settings(layout);
+    let Some(seen) = certificate::read(layout) else {
+        return findings.skipped("the gateway has not reported its certificate");
+    };
+    let Some(name) = settings.host_name else {
+        return findings.ok("self-signed: the platform has no domain for machines (HOST_DOMAIN)");
+    };
+    let next = "journalctl -u svc-gateway -n 50; docs/operating/certificates.md has the requirements";
+    let retry = seen.next_attempt_at.as_ref();
+    let retry = retry.map(|at| format!("; next attempt at {at}")).unwrap_or_default();
+    let (findings, has_failed) = match &seen.error {
+        Some(error) => (findings.warning(format!("{error}{retry}"), next), true),
+        None => (findings, false),
+    };
+    if seen.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
+        let what = format!("self-signed: no authority and no file for {name}");
+        return findings
+            .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
+    }
+    if !seen.is_trusted {
+        let what = format!("this machine's roots do not verify the certificate for {name} ({})", seen.source);
+        return findings.warning(what, next);
+    }
+    match left(&seen) {
+        Some((left, lifetime)) if left < EXPIRY_WARNING.min(lifetime / WARNING_SHARE) => {
+            findings.problem(format!("the certificate of {name} expires at {}{retry}", seen.expires_at), next)
+        }
+        _ => findings.ok(format!("{name}, by {}, until {}", seen.source, seen.expires_at)),
+    }
+}
+
+fn left(seen: &HostCertificate) -> Option<(SignedDuration, SignedDuration)> {
+    let (issued, expires): (Timestamp, Timestamp) =
+        (seen.issued_at.parse().ok()?, seen.expires_at.parse().ok()?);
+    Some((expires.duration_since(Timestamp::now()), expires.duration_since(issued)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn found(settings: &serde_json::Value, change: impl FnOnce(&mut HostCertificate)) -> String {
+        let root = tempfile::tempdir().unwrap();
+        let layout = Layout::new(root.path());
+        let settings = serde_json::from_value(settings.clone()).unwrap();
+        certificate::store_settings(&layout, &settings).unwrap();
+        let day = SignedDuration::from_hours(24);
+        let mut seen = HostCertificate {
+            host_name: settings.host_name.clone(),
+            source: CertificateSource::Acme.into(),
+            issued_at: (Timestamp::now() - 10 * day).into(),
+            expires_at: (Timestamp::now() + 80 * day).into(),
+            is_trusted: true,
+            error: None,
+            next_attempt_at: None,
+        };
+        change(&mut seen);
+        certificate::write(&layout, &seen).unwrap();
+        json!(check(&layout).into_list()).to_string()
+    }
+
+    #[test]
+    fn check_names_each_state_of_the_certificate() {
+        let named =
+            json!({"hostName": "a.hosts.example", "acme": {"directoryUrl": "https://ca.example/dir"}});
+        let good = found(&named, |_| ());
+        assert!(good.contains("by acme, until"), "{good}");
+        assert!(found(&json!({}), |_| ()).contains("HOST_DOMAIN"));
+        let error = found(&named, |seen| seen.error = Some("the authority refused".to_owned()));
+        assert!(error.contains("the authority refused"), "{error}");
+        assert!(found(&named, |seen| seen.is_trusted = false).contains("do not verify"));
+        let soon = Timestamp::now() + SignedDuration::from_hours(24 * 13);
+        let ends = found(&named, |seen| seen.expires_at = soon.into());
+        assert!(ends.contains("expires at"), "{ends}");
+        let none = json!({"hostName": "a.hosts.example"});
+        let own = found(&none, |seen| {
+            seen.source = CertificateSource::SelfSigned.into();
+            seen.is_trusted = false;
+        });
+        assert!(own.contains("GATEWAY_TLS_CERT_FILE"), "{own}");
+    }
+}

@@ -1,0 +1,226 @@
+//! Requests a certificate for the machine's key from an authority, by ACME (RFC 8555) and TLS-ALPN-01.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow, bail};
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use bytes::Bytes;
+use http::Request;
+use http_body_util::{BodyExt, Collected};
+use instant_acme::{
+    Account, AccountCredentials, AuthorizationStatus, BodyWrapper, BytesResponse, ChallengeType, Error,
+    ExternalAccountKey, HttpClient, Identifier, NewAccount, NewOrder, Order, OrderStatus, RetryPolicy,
+};
+use secrecy::ExposeSecret;
+use serde::{Deserialize, Serialize};
+
+use crate::system::layout::Layout;
+use svc_base::fsx;
+use svc_http::body::read_response;
+use svc_http::certificate::{CertificateSwitch, ChallengeGuard, signing_request};
+use svc_http::client::{self, Deadlines};
+use svc_wire::heartbeat::{AcmeSettings, ExternalAccount};
+
+const DEADLINES: Deadlines = Deadlines {
+    connect: Duration::from_secs(5),
+    whole: Some(Duration::from_secs(30)),
+    idle: Duration::from_secs(30),
+};
+const MAX_RESPONSE_BYTES: usize = 256 << 10;
+/// Timeout of a whole request for a certificate.
+const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
+const POLLS: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
+const NO_ACCOUNT: &str = "urn:ietf:params:acme:error:accountDoesNotExist";
+
+/// A request for a certificate.
+pub struct CertificateRequest<'a> {
+    pub layout: &'a Layout,
+    pub settings: &'a AcmeSettings,
+    pub name: &'a str,
+    pub key_pem: &'a str,
+    pub switch: &'a Arc<CertificateSwitch>,
+}
+
+impl CertificateRequest<'_> {
+    /// Returns the chain in PEM, unchecked.
+    ///
+    /// # Errors
+    /// Why there is none, without secrets.
+    pub async fn issue(&self) -> anyhow::Result<String> {
+        let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.order());
+        issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate in 5 minutes"))?
+    }
+
+    async fn order(&self) -> anyhow::Result<String> {
+        let identifiers = [Identifier::Dns(self.name.to_owned())];
+        let order = NewOrder::new(&identifiers);
+        let account = self.open_account().await?;
+        let placed = match account.new_order(&order).await {
+            Err(Error::Api(problem)) if problem.r#type.as_deref() == Some(NO_ACCOUNT) => {
+                // The authority has lost or deactivated it.
+                fsx::remove_if_exists(&self.layout.acme_account())?;
+                self.open_account().await?.new_order(&order).await
+            }
+            placed => placed,
+        };
+        let mut order = placed.context("the authority refused the order")?;
+        let challenges = self.start_validations(&mut order).await?;
+        let ready = order.poll_ready(&POLLS).await;
+        drop(challenges);
+        match ready {
+            Ok(OrderStatus::Ready) => {}
+            Ok(_) | Err(Error::Api(_)) => return Err(self.explain_refusal(&mut order, ready.err()).await),
+            Err(error) => return Err(error).context("wait for the validation of the name"),
+        }
+        let request = signing_request(self.name, self.key_pem)?;
+        order.finalize_csr(&request.der).await.context("the authority refused the certificate request")?;
+        order.poll_certificate(&POLLS).await.context("wait for the certificate")
+    }
+
+    async fn start_validations(&self, order: &mut Order) -> anyhow::Result<Vec<ChallengeGuard>> {
+        let mut guards = Vec::new();
+        let mut authorizations = order.authorizations();
+        while let Some(authorization) = authorizations.next().await {
+            let mut authorization = authorization.context("read the authority's authorization")?;
+            match authorization.status {
+                AuthorizationStatus::Pending => {}
+                AuthorizationStatus::Valid => continue,
+                status => bail!("the authority's authorization is {status:?}"),
+            }
+            let Some(mut challenge) = authorization.challenge(ChallengeType::TlsAlpn01) else {
+                bail!("the authority does not offer validation by tls-alpn-01");
+            };
+            let digest = challenge.key_authorization().digest();
+            guards.push(self.switch.respond_to_validation(self.name, digest.as_ref())?);
+            challenge.set_ready().await.context("the authority refused to start the validation")?;
+        }
+        Ok(guards)
+    }
+
+    /// The order has no detail: the failed validation is in its authorization.
+    async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
+        let mut authorizations = order.authorizations();
+        while let Some(Ok(mut authorization)) = authorizations.next().await {
+            let Ok(state) = authorization.refresh().await else { continue };
+            let failed = state.challenges.iter().find_map(|challenge| challenge.error.as_ref());
+            if let Some(problem) = failed {
+                let detail = problem.detail.as_deref().unwrap_or("without a reason");
+                return anyhow!("the authority could not validate {}: {detail}", self.name);
+            }
+        }
+        match error {
+            Some(error) => anyhow!(error).context(format!("the authority refused {}", self.name)),
+            None => anyhow!("the authority refused {} without a reason", self.name),
+        }
+    }
+
+    /// The stored account, or a new one, which is stored before it is used.
+    async fn open_account(&self) -> anyhow::Result<Account> {
+        let settings = self.settings;
+        let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();
+        if let Some(mut stored) = StoredAccount::read(self.layout)?
+            && stored.is_for(settings)
+        {
+            let credentials = serde_json::from_value(stored.credentials.clone())
+                .map_err(|_| anyhow!("the stored ACME account cannot be read"))?;
+            let account = Account::builder_with_http(http_client()?).from_credentials(credentials).await;
+            let account = account.context("reach the authority's directory")?;
+            if stored.contact != settings.contact {
+                account.update_contacts(&contact).await.context("change the contact of the ACME account")?;
+                stored.contact.clone_from(&settings.contact);
+                stored.write(self.layout)?;
+            }
+            return Ok(account);
+        }
+        // The operator accepts the terms by configuring the authority.
+        let new =
+            NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
+        let external = settings.external_account.as_ref().map(external_key).transpose()?;
+        let builder = Account::builder_with_http(http_client()?);
+        let created = builder.create(&new, settings.directory_url.clone(), external.as_ref()).await;
+        let (account, credentials) = created.context("create an account with the authority")?;
+        StoredAccount::new(settings, &credentials)?.write(self.layout)?;
+        Ok(account)
+    }
+}
+
+fn external_key(external: &ExternalAccount) -> anyhow::Result<ExternalAccountKey> {
+    let key = external.hmac_key.expose_secret().trim_end_matches('=');
+    let key = URL_SAFE_NO_PAD.decode(key).map_err(|_| anyhow!("ACME_EAB_HMAC_KEY is not base64url"))?;
+    Ok(ExternalAccountKey::new(external.key_id.clone(), &key))
+}
+
+/// `acme-account.json`.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct StoredAccount {
+    directory_url: String,
+    external_key_id: Option<String>,
+    contact: Option<String>,
+    /// They include the account's key.
+    credentials: serde_json::Value,
+}
+
+impl StoredAccount {
+    fn new(settings: &AcmeSettings, credentials: &AccountCredentials) -> anyhow::Result<Self> {
+        Ok(Self {
+            directory_url: settings.directory_url.clone(),
+            external_key_id: settings.external_account.as_ref().map(|external| external.key_id.clone()),
+            contact: settings.contact.clone(),
+            credentials: serde_json::to_value(credentials)?,
+        })
+    }
+
+    /// An unreadable file counts as none: a new account costs nothing.
+    fn read(layout: &Layout) -> anyhow::Result<Option<Self>> {
+        Ok(fsx::read_if_exists(&layout.acme_account())?.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+
+    fn is_for(&self, settings: &AcmeSettings) -> bool {
+        self.directory_url == settings.directory_url
+            && self.external_key_id.as_ref() == settings.external_account.as_ref().map(|one| &one.key_id)
+    }
+
+    fn write(&self, layout: &Layout) -> anyhow::Result<()> {
+        Ok(fsx::write_atomic(&layout.acme_account(), &serde_json::to_vec(self)?, 0o600)?)
+    }
+}
+
+/// The one HTTP client, for the ACME library.
+struct SharedClient(reqwest::Client);
+
+fn http_client() -> anyhow::Result<Box<dyn HttpClient>> {
+    Ok(Box::new(SharedClient(client::build(DEADLINES)?)))
+}
+
+impl HttpClient for SharedClient {
+    fn request(
+        &self,
+        request: Request<BodyWrapper<Bytes>>,
+    ) -> Pin<Box<dyn Future<Output = Result<BytesResponse, Error>> + Send>> {
+        Box::pin(send(self.0.clone(), request))
+    }
+}
+
+async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> Result<BytesResponse, Error> {
+    let other = |error: reqwest::Error| Error::Other(Box::new(error));
+    let (parts, body) = request.into_parts();
+    if parts.uri.scheme_str() != Some("https") {
+        return Err(Error::Str("an https:// URL from the authority"));
+    }
+    let Ok(body) = body.collect().await.map(Collected::to_bytes);
+    let call = client.request(parts.method, parts.uri.to_string()).headers(parts.headers).body(body);
+    let mut response = call.send().await.map_err(other)?;
+    let (mut head, ()) = http::Response::new(()).into_parts();
+    head.status = response.status();
+    head.headers = std::mem::take(response.headers_mut());
+    let mut body = Vec::new();
+    read_response(&mut response, MAX_RESPONSE_BYTES, &mut body)
+        .await
+        .map_err(|error| Error::Other(Box::new(error)))?;
+    Ok(BytesResponse { parts: head, body: Box::new(Bytes::from(body)) })
+}

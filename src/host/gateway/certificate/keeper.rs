@@ -1,0 +1,315 @@
+//! Keeps the gateway's certificate current: from the operator's file, or from the authority.
+//!
+//! Invariant: a chain that cannot be used, and a failed request, leave the presented certificate as it is.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use jiff::{SignedDuration, Timestamp};
+use svc_wire::heartbeat::{AcmeSettings, CertificateSettings};
+use tokio_util::sync::CancellationToken;
+
+use super::acme::CertificateRequest;
+use super::schedule;
+use crate::system::certificate;
+use crate::system::layout::Layout;
+use crate::system::registration;
+use svc_base::chain::chain;
+use svc_base::fsx;
+use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};
+use svc_base::untrusted_text;
+use svc_http::certificate::{CertificateSwitch, Chain, ChainError, MAX_CHAIN_BYTES};
+use svc_http::tls::{ChainVerifier, Identity, SpkiPin};
+use svc_http::vars::SSL_CERT_FILE;
+use svc_machine::id::MachineId;
+use svc_wire::host::{CertificateSource, HostCertificate};
+
+/// How often settings, file and schedule are checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(2);
+/// How often the presented chain is verified again: it expires, and the machine's clock may be set.
+const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The inputs of a [`CertificateKeeper`].
+pub struct KeeperConfig {
+    pub layout: Layout,
+    /// `None` on a developer's machine, which requests no certificate.
+    pub machine: Option<MachineId>,
+    /// `GATEWAY_TLS_CERT_FILE`.
+    pub file: Option<PathBuf>,
+    /// `ACME_RETRY_SECONDS`.
+    pub first_retry: Duration,
+}
+
+pub struct CertificateKeeper {
+    config: KeeperConfig,
+    identity: Identity,
+    pin: SpkiPin,
+    switch: Arc<CertificateSwitch>,
+    verifier: ChainVerifier,
+    presented: Presented,
+    /// The content of the operator's file, and the name, that were checked last.
+    checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
+    attempts: Attempts,
+    error: Option<String>,
+    trusted: Option<(Instant, bool)>,
+}
+
+struct Presented {
+    source: CertificateSource,
+    chain: Chain,
+}
+
+/// The schedule of requests under the same settings.
+struct Attempts {
+    /// The settings as text; others end the backoff.
+    settings: Option<String>,
+    pauses: backon::ExponentialBackoff,
+    /// After a failure.
+    retry_at: Option<Timestamp>,
+}
+
+impl CertificateKeeper {
+    /// Presents the stored chain, if there is one for this key.
+    ///
+    /// # Errors
+    /// If the machine's own certificate or the trusted roots cannot be read.
+    pub fn start(config: KeeperConfig, identity: Identity) -> anyhow::Result<Self> {
+        let switch = CertificateSwitch::new(&identity)?;
+        let own = Chain::from_pem(identity.cert_pem.as_bytes()).context("the certificate")?;
+        let pin = identity.pin()?;
+        let attempts =
+            Attempts { settings: None, pauses: schedule::retries(config.first_retry), retry_at: None };
+        let mut keeper = Self {
+            pin,
+            switch,
+            verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
+            presented: Presented { source: CertificateSource::SelfSigned, chain: own },
+            checked_file: None,
+            attempts,
+            error: None,
+            trusted: None,
+            identity,
+            config,
+        };
+        let settings = certificate::settings(&keeper.config.layout);
+        keeper.load_stored_chain(&settings);
+        keeper.resume_backoff(&settings);
+        Ok(keeper)
+    }
+
+    pub fn switch(&self) -> &Arc<CertificateSwitch> {
+        &self.switch
+    }
+
+    /// Runs until `stop`.
+    pub async fn run(mut self, stop: CancellationToken) {
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = self.check() => {}
+            }
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(CHECK_INTERVAL) => {}
+            }
+        }
+    }
+
+    async fn check(&mut self) {
+        let settings = certificate::settings(&self.config.layout);
+        if let Some(file) = self.config.file.clone() {
+            self.check_file(&file, &settings);
+        } else if let Some((name, acme)) = settings.host_name.clone().zip(settings.acme.clone()) {
+            let text = text_of(&settings);
+            if self.attempts.settings.as_ref() != Some(&text) {
+                self.attempts.settings = Some(text);
+                self.attempts.succeed(self.config.first_retry);
+            }
+            self.request_if_due(&name, &acme).await;
+        } else {
+            self.error = None;
+        }
+        self.report(&settings);
+    }
+
+    /// A chain from before a restart. One that has expired is presented until there is another one.
+    fn load_stored_chain(&mut self, settings: &CertificateSettings) {
+        let Ok(Some(pem)) = fsx::read_if_exists(&self.config.layout.tls_chain()) else { return };
+        let usable = Chain::from_pem(&pem).and_then(|chain| {
+            let name = settings.host_name.as_deref();
+            match name.map_or(Ok(()), |name| chain.check(self.pin, name, Timestamp::now())) {
+                Ok(()) | Err(ChainError::Expired(_) | ChainError::NotYetValid(_)) => Ok(chain),
+                Err(error) => Err(error),
+            }
+        });
+        match usable {
+            Ok(chain) => self.present(CertificateSource::Acme, chain),
+            Err(error) => tracing::warn!("the stored certificate chain {error}; requesting another one"),
+        }
+    }
+
+    /// A gateway that restarts often must not ask an authority more often: it counts failures.
+    fn resume_backoff(&mut self, settings: &CertificateSettings) {
+        let layout = &self.config.layout;
+        let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
+        let are_settings_newer = modified(layout.certificate_settings()) > modified(layout.certificate());
+        let Some(last) = certificate::read(layout).filter(|last| last.error.is_some()) else { return };
+        if are_settings_newer || last.host_name != settings.host_name {
+            return;
+        }
+        let at: Option<Timestamp> = last.next_attempt_at.and_then(|at| at.parse().ok());
+        let max = SignedDuration::try_from(schedule::MAX_PAUSE).unwrap_or(SignedDuration::MAX);
+        self.attempts.retry_at = at.filter(|at| at.duration_since(Timestamp::now()) <= max);
+        self.attempts.settings = Some(text_of(settings));
+        self.error = last.error;
+    }
+
+    fn present(&mut self, source: CertificateSource, chain: Chain) {
+        self.switch.present(chain.clone());
+        self.presented = Presented { source, chain };
+        self.trusted = None;
+    }
+
+    fn check_file(&mut self, file: &Path, settings: &CertificateSettings) {
+        let content = read_limited(file);
+        let seen = (content.as_ref().ok().cloned(), settings.host_name.clone());
+        if self.checked_file.as_ref() == Some(&seen) {
+            return;
+        }
+        self.checked_file = Some(seen);
+        let loaded = content.and_then(|pem| {
+            let chain = Chain::from_pem(&pem).map_err(|error| error.to_string())?;
+            // Without a name there is no client that compares it.
+            let name = settings.host_name.as_deref();
+            match name {
+                Some(name) => chain.check(self.pin, name, Timestamp::now()),
+                None => chain.check_key(self.pin),
+            }
+            .map_err(|error| error.to_string())?;
+            Ok(chain)
+        });
+        match loaded {
+            Ok(chain) => {
+                tracing::info!(file = %file.display(), until = %chain.not_after(), "certificate read from its file");
+                self.present(CertificateSource::File, chain);
+                self.error = None;
+            }
+            Err(why) => {
+                let error = format!("GATEWAY_TLS_CERT_FILE, {}, {why}", file.display());
+                tracing::error!("{error}; the presented certificate stays");
+                self.error = Some(error);
+            }
+        }
+    }
+
+    async fn request_if_due(&mut self, name: &str, acme: &AcmeSettings) {
+        if self.next_attempt(name).is_some_and(|due| Timestamp::now() < due) {
+            return;
+        }
+        // The router passes validations through only to a registered machine.
+        let Some(machine) = self.config.machine else { return };
+        if registration::accepted(&self.config.layout, machine).is_none() {
+            return;
+        }
+        match self.request(name, acme).await {
+            Ok(chain) => {
+                tracing::info!(name, until = %chain.not_after(), "certificate issued");
+                self.present(CertificateSource::Acme, chain);
+                self.attempts.succeed(self.config.first_retry);
+                self.error = None;
+            }
+            Err(error) => {
+                let at = self.attempts.fail();
+                let why = untrusted_text::bounded(&chain_of(&error));
+                tracing::warn!(name, error = why, next = %at, "no new certificate; the presented one stays");
+                self.error = Some(why);
+            }
+        }
+    }
+
+    /// When the next certificate is requested; `None`: now.
+    fn next_attempt(&self, name: &str) -> Option<Timestamp> {
+        let chain = &self.presented.chain;
+        let is_ours = self.presented.source == CertificateSource::Acme
+            && chain.check(self.pin, name, chain.not_before()).is_ok();
+        let machine = self.config.machine.unwrap_or_default().0;
+        let renewal = is_ours.then(|| schedule::renew_at(chain.not_before(), chain.not_after(), machine));
+        renewal.max(self.attempts.retry_at)
+    }
+
+    async fn request(&self, name: &str, settings: &AcmeSettings) -> anyhow::Result<Chain> {
+        let layout = &self.config.layout;
+        let key_pem = &self.identity.key_pem;
+        let pem =
+            CertificateRequest { layout, settings, name, key_pem, switch: &self.switch }.issue().await?;
+        let chain = Chain::from_pem(pem.as_bytes());
+        let chain = chain.and_then(|chain| chain.check(self.pin, name, Timestamp::now()).map(|()| chain));
+        let chain = chain.map_err(|error| anyhow::anyhow!("the issued certificate {error}"))?;
+        fsx::write_atomic(&layout.tls_chain(), pem.as_bytes(), 0o600)?;
+        Ok(chain)
+    }
+
+    fn report(&mut self, settings: &CertificateSettings) {
+        let name = settings.host_name.as_deref();
+        let is_trusted = match self.trusted {
+            Some((at, is_trusted)) if at.elapsed() < VERIFY_INTERVAL => is_trusted,
+            _ => {
+                let verified = name.map(|name| self.presented.chain.verify(&self.verifier, name));
+                let is_trusted = matches!(verified, Some(Ok(())));
+                self.trusted = Some((Instant::now(), is_trusted));
+                is_trusted
+            }
+        };
+        let chain = &self.presented.chain;
+        CERTIFICATE_EXPIRY.set([], chain.not_after().as_second() as f64);
+        CERTIFICATE_TRUSTED.set([], f64::from(u8::from(is_trusted)));
+        let requests = name.filter(|_| self.config.file.is_none() && settings.acme.is_some());
+        let current = HostCertificate {
+            host_name: settings.host_name.clone(),
+            source: self.presented.source.into(),
+            issued_at: chain.not_before().into(),
+            expires_at: chain.not_after().into(),
+            is_trusted,
+            error: self.error.clone(),
+            next_attempt_at: requests.and_then(|name| self.next_attempt(name)).map(Into::into),
+        };
+        if let Err(error) = certificate::write(&self.config.layout, &current) {
+            tracing::warn!(%error, "cannot record the certificate");
+        }
+    }
+}
+
+impl Attempts {
+    fn succeed(&mut self, first_retry: Duration) {
+        self.pauses = schedule::retries(first_retry);
+        self.retry_at = None;
+    }
+
+    fn fail(&mut self) -> Timestamp {
+        let pause = self.pauses.next().unwrap_or(schedule::MAX_PAUSE);
+        let pause = SignedDuration::try_from(pause).unwrap_or(SignedDuration::from_hours(6));
+        let at = Timestamp::now() + pause;
+        self.retry_at = Some(at);
+        at
+    }
+}
+
+fn text_of(settings: &CertificateSettings) -> String {
+    serde_json::to_string(settings).expect("plain fields are JSON")
+}
+
+fn chain_of(error: &anyhow::Error) -> String {
+    chain(AsRef::<dyn std::error::Error>::as_ref(error))
+}
+
+/// The content of the operator's file, or why it cannot be read.
+fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
+    use std::io::Read;
+    let mut content = Vec::new();
+    let opened = std::fs::File::open(file).map_err(|error| format!("cannot be opened: {error}"))?;
+    let read = opened.take(MAX_CHAIN_BYTES as u64 + 1).read_to_end(&mut content);
+    read.map_err(|error| format!("cannot be read: {error}"))?;
+    Ok(content)
+}

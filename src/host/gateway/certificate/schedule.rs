@@ -1,0 +1,67 @@
+//! When the next certificate is requested, pure.
+
+use std::time::Duration;
+
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+use jiff::{SignedDuration, Timestamp};
+use uuid::Uuid;
+
+/// A certificate of 90 days is renewed this long before its end, a shorter one with a third of its lifetime left.
+const RENEW_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
+const MAX_BACKOFF: Duration = Duration::from_secs(6 * 3600);
+
+/// When a certificate is renewed. Machines that were created together do not renew together: the time before is
+/// longer by up to a tenth, by the machine's id.
+pub fn renew_at(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
+    let lifetime = not_after.duration_since(not_before);
+    let before = (lifetime / 3).min(RENEW_BEFORE);
+    let spread = before.as_millis() / 10;
+    // The end of a UUIDv7 is random.
+    let share = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
+    let earlier = SignedDuration::from_millis(i64::try_from(spread * share / 1000).unwrap_or(0));
+    not_after - before - earlier
+}
+
+/// The pauses after failed requests: the first one, then twice as long each, plus up to the same again as jitter.
+pub fn retries(first: Duration) -> ExponentialBackoff {
+    ExponentialBuilder::new()
+        .with_min_delay(first.min(MAX_BACKOFF))
+        .with_max_delay(MAX_BACKOFF)
+        .with_factor(2.0)
+        .with_jitter()
+        .without_max_times()
+        .build()
+}
+
+/// Longest pause of [`retries`].
+pub const MAX_PAUSE: Duration = MAX_BACKOFF.saturating_mul(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn renewal_is_a_month_ahead_or_at_a_third_of_a_short_lifetime() {
+        let from: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let days_before_end = |lifetime_days: i64, machine: u128| {
+            let until = from + SignedDuration::from_hours(24 * lifetime_days);
+            let at = renew_at(from, until, Uuid::from_u128(machine));
+            until.duration_since(at).as_secs_f64() / 86_400.0
+        };
+        assert!((days_before_end(90, 1000) - 30.0).abs() < 0.001);
+        assert!((days_before_end(398, 1000) - 30.0).abs() < 0.001);
+        assert!((days_before_end(6, 1000) - 2.0).abs() < 0.001);
+        let spread = days_before_end(90, 999);
+        assert!(spread > 32.9 && spread < 33.0, "{spread}");
+    }
+
+    #[test]
+    fn retries_double_up_to_hours() {
+        let pauses: Vec<_> = retries(Duration::from_secs(120)).take(12).collect();
+        for (number, pause) in pauses.iter().enumerate() {
+            let least = Duration::from_secs(120 << number.min(20)).min(MAX_BACKOFF);
+            assert!(*pause >= least && *pause <= least * 2, "{number}: {pause:?}");
+            assert!(*pause <= MAX_PAUSE);
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! What the platform wants of this machine's certificate, and what the gateway presents: files shared by the gateway,
+//! the sync agent and the doctor.
+
+use crate::system::config;
+use crate::system::layout::Layout;
+use crate::system::vars;
+use svc_base::fsx::{self, FileError};
+use svc_wire::heartbeat::CertificateSettings;
+use svc_wire::host::HostCertificate;
+
+/// The settings that the platform delivered last, or the name of user-data.
+pub fn settings(layout: &Layout) -> CertificateSettings {
+    let delivered = fsx::read_if_exists(&layout.certificate_settings()).ok().flatten();
+    let delivered = delivered.and_then(|text| serde_json::from_slice(&text).ok());
+    let first = || {
+        let host_name = config::environment_of_services(layout).text(&vars::SVC_HOST_NAME);
+        CertificateSettings { host_name, acme: None }
+    };
+    delivered.unwrap_or_else(first)
+}
+
+/// Stores delivered settings, which contain a secret if the account is bound to another one.
+pub fn store_settings(layout: &Layout, settings: &CertificateSettings) -> Result<(), FileError> {
+    write_if_changed(&layout.certificate_settings(), settings, 0o600)
+}
+
+/// The certificate that the gateway presents; `None` before its first start.
+pub fn read(layout: &Layout) -> Option<HostCertificate> {
+    let text = fsx::read_if_exists(&layout.certificate()).ok().flatten()?;
+    serde_json::from_slice(&text).ok()
+}
+
+pub fn write(layout: &Layout, certificate: &HostCertificate) -> Result<(), FileError> {
+    write_if_changed(&layout.certificate(), certificate, 0o644)
+}
+
+fn write_if_changed(
+    path: &std::path::Path,
+    content: &impl serde::Serialize,
+    mode: u32,
+) -> Result<(), FileError> {
+    let text = serde_json::to_vec(content).expect("plain fields are JSON");
+    if fsx::read_if_exists(path)?.as_ref() == Some(&text) {
+        return Ok(());
+    }
+    fsx::write_atomic(path, &text, mode)
+}

@@ -1,0 +1,233 @@
+//! The certificate of a server that is replaced while it serves, and validations of it by TLS-ALPN-01 (RFC 8737).
+
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use anyhow::Context;
+use jiff::Timestamp;
+use rcgen::{CertificateParams, CustomExtension, DistinguishedName, KeyPair};
+use rustls::ServerConfig;
+use rustls::client::verify_server_name;
+use rustls::crypto::ring::sign::any_supported_type;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert};
+use rustls::sign::{CertifiedKey, SigningKey};
+
+use super::tls::{ChainVerifier, Identity, SpkiPin, provider};
+
+/// The protocol of a validation by TLS-ALPN-01.
+pub const ACME_ALPN: &[u8] = b"acme-tls/1";
+
+/// Maximum size of a certificate chain.
+pub const MAX_CHAIN_BYTES: usize = 64 << 10;
+
+/// Why a certificate chain cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ChainError {
+    #[error("is larger than {MAX_CHAIN_BYTES} bytes")]
+    TooLarge,
+    #[error("contains no certificate in PEM form")]
+    NoCertificate,
+    #[error("contains a certificate that cannot be parsed")]
+    Unreadable,
+    #[error(
+        "is for another key: request the certificate with this machine's key (`svc-gateway certificate-request` prints the CSR)"
+    )]
+    OtherKey,
+    #[error("is not for the name {0}")]
+    OtherName(String),
+    #[error("expired at {0}")]
+    Expired(Timestamp),
+    #[error("is not valid before {0}")]
+    NotYetValid(Timestamp),
+}
+
+/// A certificate chain, leaf first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chain {
+    certificates: Vec<CertificateDer<'static>>,
+    pin: SpkiPin,
+    not_before: Timestamp,
+    not_after: Timestamp,
+}
+
+impl Chain {
+    /// # Errors
+    /// See [`ChainError`]; neither key, name nor time is checked.
+    pub fn from_pem(pem: &[u8]) -> Result<Self, ChainError> {
+        if pem.len() > MAX_CHAIN_BYTES {
+            return Err(ChainError::TooLarge);
+        }
+        let certificates = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
+        let certificates = certificates.map_err(|_| ChainError::NoCertificate)?;
+        let leaf = certificates.first().ok_or(ChainError::NoCertificate)?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(leaf).map_err(|_| ChainError::Unreadable)?;
+        let time = |seconds: i64| Timestamp::from_second(seconds).map_err(|_| ChainError::Unreadable);
+        let validity = parsed.validity();
+        let (not_before, not_after) =
+            (time(validity.not_before.timestamp())?, time(validity.not_after.timestamp())?);
+        let pin = SpkiPin::of_certificate(leaf).map_err(|_| ChainError::Unreadable)?;
+        Ok(Self { certificates, pin, not_before, not_after })
+    }
+
+    pub fn not_before(&self) -> Timestamp {
+        self.not_before
+    }
+
+    pub fn not_after(&self) -> Timestamp {
+        self.not_after
+    }
+
+    /// # Errors
+    /// Why a server with this key must not present the chain under this name.
+    pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
+        self.check_key(pin)?;
+        if !self.is_for(name) {
+            return Err(ChainError::OtherName(name.to_owned()));
+        }
+        if now >= self.not_after {
+            return Err(ChainError::Expired(self.not_after));
+        }
+        if now < self.not_before {
+            return Err(ChainError::NotYetValid(self.not_before));
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// If the chain is for another key.
+    pub fn check_key(&self, pin: SpkiPin) -> Result<(), ChainError> {
+        if self.pin == pin { Ok(()) } else { Err(ChainError::OtherKey) }
+    }
+
+    fn is_for(&self, name: &str) -> bool {
+        let (Some(leaf), Ok(name)) = (self.certificates.first(), ServerName::try_from(name)) else {
+            return false;
+        };
+        ParsedCertificate::try_from(leaf).is_ok_and(|leaf| verify_server_name(&leaf, &name).is_ok())
+    }
+
+    /// Whether a client with these roots accepts the chain under this name now.
+    ///
+    /// # Errors
+    /// Why it does not.
+    pub fn verify(&self, verifier: &ChainVerifier, name: &str) -> Result<(), String> {
+        let server = ServerName::try_from(name).map_err(|error| error.to_string())?;
+        verifier.verify(&self.certificates, &server).map_err(|error| error.to_string())
+    }
+}
+
+/// The certificate that a server presents, and the response to a validation in progress. Its key never changes.
+pub struct CertificateSwitch {
+    key: Arc<dyn SigningKey>,
+    current: RwLock<Arc<CertifiedKey>>,
+    challenge: RwLock<Option<Challenge>>,
+}
+
+struct Challenge {
+    name: String,
+    certificate: Arc<CertifiedKey>,
+}
+
+impl CertificateSwitch {
+    /// # Errors
+    /// If certificate or key cannot be parsed.
+    pub fn new(identity: &Identity) -> anyhow::Result<Arc<Self>> {
+        // The PEM error could quote the key, so it is dropped.
+        let key = PrivateKeyDer::from_pem_slice(identity.key_pem.as_bytes())
+            .map_err(|_| anyhow::anyhow!("the private key is not PEM"))?;
+        let key = any_supported_type(&key).context("read the private key")?;
+        let chain = Chain::from_pem(identity.cert_pem.as_bytes()).context("the certificate")?;
+        let current = CertifiedKey::new(chain.certificates, Arc::clone(&key));
+        current.keys_match().context("compare certificate and key")?;
+        let current = RwLock::new(Arc::new(current));
+        Ok(Arc::new(Self { key, current, challenge: RwLock::default() }))
+    }
+
+    /// Presents this chain to new connections. It must be for the same key: see [`Chain::check`].
+    pub fn present(&self, chain: Chain) {
+        let certified = CertifiedKey::new(chain.certificates, Arc::clone(&self.key));
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(certified);
+    }
+
+    /// Responds to validations of this name until the guard is dropped.
+    ///
+    /// # Errors
+    /// If the certificate cannot be created.
+    pub fn respond_to_validation(
+        self: &Arc<Self>,
+        name: &str,
+        key_authorization_digest: &[u8],
+    ) -> anyhow::Result<ChallengeGuard> {
+        let mut params = CertificateParams::new(vec![name.to_owned()])?;
+        params.custom_extensions = vec![CustomExtension::new_acme_identifier(key_authorization_digest)];
+        let key = KeyPair::generate()?;
+        let certificate = params.self_signed(&key)?;
+        let signing_key = any_supported_type(&PrivateKeyDer::Pkcs8(key.serialize_der().into()))?;
+        let certificate = Arc::new(CertifiedKey::new(vec![certificate.der().clone()], signing_key));
+        let challenge = Challenge { name: name.to_owned(), certificate };
+        *self.challenge.write().unwrap_or_else(PoisonError::into_inner) = Some(challenge);
+        Ok(ChallengeGuard(Arc::clone(self)))
+    }
+
+    /// A server configuration for HTTP/1.1 and validations.
+    ///
+    /// # Errors
+    /// If the crypto provider does not support TLS.
+    pub fn server_config(self: &Arc<Self>) -> anyhow::Result<ServerConfig> {
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_cert_resolver(Arc::clone(self) as Arc<dyn ResolvesServerCert>);
+        config.alpn_protocols = vec![b"http/1.1".to_vec(), ACME_ALPN.to_vec()];
+        Ok(config)
+    }
+}
+
+/// Ends the responses to a validation when it is dropped.
+pub struct ChallengeGuard(Arc<CertificateSwitch>);
+
+impl Drop for ChallengeGuard {
+    fn drop(&mut self) {
+        *self.0.challenge.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+impl fmt::Debug for CertificateSwitch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("CertificateSwitch")
+    }
+}
+
+impl ResolvesServerCert for CertificateSwitch {
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let is_validation = hello.alpn().is_some_and(|mut offered| offered.any(|one| one == ACME_ALPN));
+        if !is_validation {
+            return Some(Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner)));
+        }
+        // Without a validation in progress the handshake fails.
+        let challenge = self.challenge.read().unwrap_or_else(PoisonError::into_inner);
+        let challenge = challenge.as_ref()?;
+        let is_its_name = hello.server_name().is_some_and(|name| name.eq_ignore_ascii_case(&challenge.name));
+        is_its_name.then(|| Arc::clone(&challenge.certificate))
+    }
+}
+
+/// A request for a certificate of this name with this key, in PEM.
+///
+/// # Errors
+/// If the key cannot be parsed, or the name is not valid.
+pub fn signing_request(name: &str, key_pem: &str) -> anyhow::Result<SigningRequest> {
+    let key = KeyPair::from_pem(key_pem).map_err(|_| anyhow::anyhow!("the private key cannot be parsed"))?;
+    let mut params = CertificateParams::new(vec![name.to_owned()])?;
+    params.distinguished_name = DistinguishedName::new();
+    let request = params.serialize_request(&key)?;
+    Ok(SigningRequest { pem: request.pem()?, der: request.der().to_vec() })
+}
+
+/// A certificate signing request.
+pub struct SigningRequest {
+    pub pem: String,
+    pub der: Vec<u8>,
+}

@@ -1,0 +1,147 @@
+//! Passes validations by TLS-ALPN-01 through to the machine that they are for.
+//!
+//! A public CA resolves a machine's name to the router, and the machine must respond with its own certificate. Only the
+//! ClientHello is inspected, and nothing of it is consumed: every other connection is served as if it had not been.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use rustls::server::Acceptor;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+
+use super::certificate::ACME_ALPN;
+use super::rate::RateLimit;
+
+/// Maximum size of a validation's ClientHello. A larger one belongs to another client.
+const MAX_HELLO_BYTES: usize = 8 << 10;
+const RECORD_HEADER_BYTES: usize = 5;
+const HANDSHAKE_RECORD: u8 = 22;
+/// Pause until the rest of a ClientHello is looked for: peeking does not wait for more.
+const PEEK_PAUSE: Duration = Duration::from_millis(1);
+const MAX_PEEK_PAUSE: Duration = Duration::from_millis(50);
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
+/// Maximum bytes in each direction: a handshake with one small certificate.
+const MAX_FORWARDED_BYTES: u64 = 64 << 10;
+const MAX_FORWARDED_CONNECTIONS: usize = 64;
+/// A CA validates from several networks at once, and again with each attempt of the machine.
+const VALIDATIONS_PER_NAME: u32 = 20;
+const VALIDATION_INTERVAL: Duration = Duration::from_secs(3);
+
+/// A validation of a machine that the listener knows.
+#[derive(Debug)]
+pub struct Validation {
+    name: String,
+    machine: SocketAddr,
+}
+
+/// Finds the address of the machine with a name.
+type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
+
+/// The validations that a listener passes through.
+pub struct Passthrough {
+    find: Box<FindMachine>,
+    connections: Semaphore,
+    rate: RateLimit<String>,
+}
+
+impl Passthrough {
+    /// `find` gets names in lower case, and knows only live machines.
+    pub fn new(find: impl Fn(&str) -> Option<SocketAddr> + Send + Sync + 'static) -> Self {
+        Self {
+            find: Box::new(find),
+            connections: Semaphore::new(MAX_FORWARDED_CONNECTIONS),
+            rate: RateLimit::every(VALIDATION_INTERVAL, VALIDATIONS_PER_NAME),
+        }
+    }
+
+    /// Whether the connection is a validation, by its unread ClientHello.
+    pub async fn find_validation(&self, stream: &TcpStream) -> Option<Validation> {
+        let name = validated_name(&peek_hello(stream).await?)?;
+        let machine = (self.find)(&name)?;
+        Some(Validation { name, machine })
+    }
+
+    /// Connects the two sides until one of them closes, within limits of time, size and number.
+    pub async fn forward(&self, mut client: TcpStream, Validation { name, machine }: Validation) {
+        let Ok(_place) = self.connections.try_acquire() else {
+            tracing::warn!(%name, "validation refused: too many at once");
+            return;
+        };
+        if self.rate.check(&name).is_err() {
+            tracing::warn!(%name, "validation refused: too many of this machine");
+            return;
+        }
+        let connected = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(machine)).await;
+        let mut host = match connected {
+            Ok(Ok(host)) => host,
+            Ok(Err(error)) => return tracing::warn!(%name, %error, "validation: machine unreachable"),
+            Err(_) => return tracing::warn!(%name, "validation: timeout connecting to the machine"),
+        };
+        let (client_reader, mut client_writer) = client.split();
+        let (host_reader, mut host_writer) = host.split();
+        let (mut up, mut down) =
+            (client_reader.take(MAX_FORWARDED_BYTES), host_reader.take(MAX_FORWARDED_BYTES));
+        let upward = async {
+            let _ = tokio::io::copy(&mut up, &mut host_writer).await;
+            let _ = host_writer.shutdown().await;
+        };
+        let downward = async {
+            let _ = tokio::io::copy(&mut down, &mut client_writer).await;
+            let _ = client_writer.shutdown().await;
+        };
+        let both = async { tokio::join!(upward, downward) };
+        match tokio::time::timeout(FORWARD_TIMEOUT, both).await {
+            Ok(_) => tracing::info!(%name, %machine, "validation passed through"),
+            Err(_) => tracing::warn!(%name, %machine, "validation cut off: it took too long"),
+        }
+    }
+}
+
+/// The first record, without reading it; `None` if it is no ClientHello of a validation.
+async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
+    // A client that sends nothing costs no buffer.
+    stream.readable().await.ok()?;
+    let mut hello = vec![0; MAX_HELLO_BYTES];
+    let (mut seen, mut pause) = (0, PEEK_PAUSE);
+    loop {
+        let peeked = stream.peek(&mut hello).await.ok()?;
+        // Nothing can follow if the client has closed its side.
+        if peeked == 0 || *hello.first()? != HANDSHAKE_RECORD {
+            return None;
+        }
+        if let Some(header) = hello.get(..peeked.min(RECORD_HEADER_BYTES))
+            && let [_, _, _, high, low] = header
+        {
+            let whole = RECORD_HEADER_BYTES + usize::from(u16::from_be_bytes([*high, *low]));
+            if whole > MAX_HELLO_BYTES {
+                return None;
+            }
+            if peeked >= whole {
+                hello.truncate(whole);
+                let is_validation = hello.windows(ACME_ALPN.len()).any(|window| window == ACME_ALPN);
+                return is_validation.then_some(hello);
+            }
+        }
+        pause = if peeked > seen { PEEK_PAUSE } else { (pause * 2).min(MAX_PEEK_PAUSE) };
+        seen = peeked;
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// The name of a ClientHello that offers only `acme-tls/1`.
+fn validated_name(hello: &[u8]) -> Option<String> {
+    let mut acceptor = Acceptor::default();
+    let mut unread = hello;
+    while !unread.is_empty() {
+        acceptor.read_tls(&mut unread).ok()?;
+    }
+    let accepted = acceptor.accept().ok()??;
+    let hello = accepted.client_hello();
+    let is_validation = hello.alpn()?.eq([ACME_ALPN]);
+    let name = hello.server_name().filter(|_| is_validation)?;
+    Some(name.to_ascii_lowercase())
+}

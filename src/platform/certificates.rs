@@ -1,0 +1,128 @@
+//! Which machines have a certificate that a client with public roots accepts, pure: an operator needs this before
+//! `CUSTOMER_VPS_TLS_VERIFY` is switched on, and while it is on.
+//!
+//! Reads no clock and no database: its input is the fleet's rows.
+
+use super::db::fleet::{FleetRow, ReportedCertificate};
+use super::host_trust::HostTrust;
+use svc_machine::name::Handle;
+use svc_wire::fleet::Certificates;
+use svc_wire::text::Text;
+
+/// A certificate of 90 days or more needs attention this long before its end.
+const EXPIRING_SECONDS: f64 = 14.0 * 86_400.0;
+/// A shorter one with less of its lifetime left: half of what is left when its renewal is due.
+const EXPIRING_SHARE: f64 = 1.0 / 6.0;
+/// Maximum handles listed; the totals count all machines.
+const MAX_HANDLES: usize = 20;
+
+/// The state of a machine's certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateState {
+    Trusted,
+    /// Trusted, and about to expire: its renewal has failed for long.
+    Expiring,
+    /// None that the host's roots verify for its name.
+    Missing,
+}
+
+impl CertificateState {
+    pub fn of(certificate: Option<ReportedCertificate>) -> Self {
+        match certificate {
+            Some(known) if known.is_trusted && known.expires_in > 0.0 => {
+                let threshold = EXPIRING_SECONDS.min(known.lifetime * EXPIRING_SHARE);
+                if known.expires_in < threshold { Self::Expiring } else { Self::Trusted }
+            }
+            _ => Self::Missing,
+        }
+    }
+}
+
+/// Whether the machine has booted: a booting one has no certificate yet.
+fn has_booted(row: &FleetRow) -> bool {
+    !matches!(row.status.as_str(), "provisioning" | "recovering")
+}
+
+/// Why a machine's certificate needs attention.
+pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
+    if !has_booted(row) || row.powered_off_age.is_some() {
+        return None;
+    }
+    match CertificateState::of(row.certificate) {
+        CertificateState::Trusted => None,
+        CertificateState::Expiring => Some("certificate_expiring"),
+        CertificateState::Missing => {
+            let rule = trust.chain.as_ref().filter(|rule| !rule.is_exempt(row.machine))?;
+            let is_unreachable = row.registered_age.is_some_and(|age| age > rule.grace().as_secs_f64());
+            Some(if is_unreachable { "certificate_missing" } else { "certificate_pending" })
+        }
+    }
+}
+
+/// `certificates` of `GET /vps/fleet`; `None` without `HOST_DOMAIN`.
+pub fn summary(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
+    trust.domain.as_ref()?;
+    let of_state = |state: CertificateState| {
+        rows.iter().filter(move |row| has_booted(row) && CertificateState::of(row.certificate) == state)
+    };
+    let handles = |state: CertificateState| -> Vec<Text<Handle>> {
+        of_state(state).take(MAX_HANDLES).map(|row| Text::stored(&row.handle)).collect()
+    };
+    let count = |state: CertificateState| of_state(state).count() as u64;
+    let is_exempt = |row: &&FleetRow| trust.chain.as_ref().is_some_and(|rule| rule.is_exempt(row.machine));
+    Some(Certificates {
+        is_required: trust.chain.is_some(),
+        trusted: count(CertificateState::Trusted),
+        expiring: count(CertificateState::Expiring),
+        expiring_handles: handles(CertificateState::Expiring),
+        missing: count(CertificateState::Missing),
+        missing_handles: handles(CertificateState::Missing),
+        exempt: of_state(CertificateState::Missing).filter(is_exempt).count() as u64,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::fleet::tests::healthy_row;
+
+    const DAY: f64 = 86_400.0;
+
+    fn state(is_trusted: bool, expires_in_days: f64, lifetime_days: f64) -> CertificateState {
+        let (expires_in, lifetime) = (expires_in_days * DAY, lifetime_days * DAY);
+        CertificateState::of(Some(ReportedCertificate { is_trusted, expires_in, lifetime }))
+    }
+
+    #[test]
+    fn certificate_expires_within_two_weeks_or_a_sixth_of_its_lifetime() {
+        assert_eq!(state(true, 14.1, 90.0), CertificateState::Trusted);
+        assert_eq!(state(true, 13.9, 90.0), CertificateState::Expiring);
+        assert_eq!(state(true, 1.1, 6.0), CertificateState::Trusted, "its renewal is due at two days");
+        assert_eq!(state(true, 0.9, 6.0), CertificateState::Expiring);
+        assert_eq!(state(true, -0.1, 90.0), CertificateState::Missing);
+        assert_eq!(state(false, 60.0, 90.0), CertificateState::Missing);
+        assert_eq!(CertificateState::of(None), CertificateState::Missing);
+    }
+
+    #[test]
+    fn summary_counts_booted_machines_by_certificate() {
+        let known = |expires_in: f64| {
+            Some(ReportedCertificate { is_trusted: true, expires_in, lifetime: 90.0 * DAY })
+        };
+        let row =
+            |handle: &str, certificate| FleetRow { handle: handle.to_owned(), certificate, ..healthy_row() };
+        let boots = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
+        let rows = [row("ada", known(60.0 * DAY)), row("bob", known(DAY)), row("cy", None), boots];
+        assert!(summary(&rows, &HostTrust::pin_only()).is_none());
+        let trust = HostTrust { domain: Some("hosts.example.com".parse().unwrap()), chain: None };
+        let expected = json!({
+            "isRequired": false, "trusted": 1, "expiring": 1, "expiringHandles": ["bob"],
+            "missing": 1, "missingHandles": ["cy"], "exempt": 0,
+        });
+        assert_eq!(json!(summary(&rows, &trust).unwrap()), expected);
+        assert_eq!(attention(&rows[1], &trust), Some("certificate_expiring"));
+        assert_eq!(attention(&rows[2], &trust), None, "no client needs it");
+    }
+}

@@ -1,0 +1,102 @@
+//! The domain below which each machine has a name: `<machine-id>.<domain>`.
+
+use std::str::FromStr;
+
+use svc_machine::id::MachineId;
+
+/// The longest name of the DNS, less an id and its dot.
+const MAX_CHARS: usize = 253 - 36 - 1;
+const MAX_LABEL_CHARS: usize = 63;
+
+/// `HOST_DOMAIN`, in lower case.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostDomain(String);
+
+impl HostDomain {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The name of a machine's host. A UUID is a valid label.
+    pub fn name_of(&self, machine: MachineId) -> String {
+        format!("{machine}.{}", self.0)
+    }
+
+    /// The machine of a name in lower case.
+    pub fn machine_of(&self, name: &str) -> Option<MachineId> {
+        name.strip_suffix(&self.0)?.strip_suffix('.')?.parse().ok()
+    }
+}
+
+impl FromStr for HostDomain {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let is_label = |label: &str| {
+            (1..=MAX_LABEL_CHARS).contains(&label.len())
+                && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+                && !label.starts_with('-')
+                && !label.ends_with('-')
+        };
+        let labels: Vec<&str> = text.split('.').collect();
+        let is_address = labels.last().is_some_and(|last| last.bytes().all(|byte| byte.is_ascii_digit()));
+        if text.len() > MAX_CHARS || labels.len() < 2 || is_address || !labels.into_iter().all(is_label) {
+            return Err(
+                "must be a domain such as hosts.example.com, of at most 216 characters, without scheme, port, `*.` and final dot",
+            );
+        }
+        Ok(Self(text.to_ascii_lowercase()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn domain_and_machine_make_a_name_and_back() {
+        let domain: HostDomain = "Hosts.Example.com".parse().unwrap();
+        let machine = MachineId::new();
+        let name = domain.name_of(machine);
+        assert_eq!(name, format!("{machine}.hosts.example.com"));
+        assert_eq!(domain.machine_of(&name), Some(machine));
+        for other in [
+            "hosts.example.com".to_owned(),
+            format!("x{name}"),
+            format!("{machine}hosts.example.com"),
+            format!("a.{name}"),
+            format!("{machine}.example.com"),
+            format!("{}.hosts.example.com", machine.0.simple()),
+        ] {
+            assert_eq!(domain.machine_of(&other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn domain_that_makes_no_valid_name_is_refused() {
+        let long = format!("{}.example", ["a"; 110].join("."));
+        for wrong in [
+            "",
+            "example",
+            ".example.com",
+            "example.com.",
+            "*.example.com",
+            "https://example.com",
+            "example.com:443",
+            "exa mple.com",
+            "-a.example.com",
+            "a-.example.com",
+            "203.0.113.7",
+            "b\u{fc}cher.example",
+            &format!("{}.example", "a".repeat(64)),
+            &long,
+        ] {
+            assert!(wrong.parse::<HostDomain>().is_err(), "{wrong}");
+        }
+        let longest = format!("{}.{}", vec!["a".repeat(62); 3].join("."), "b".repeat(27));
+        assert_eq!(longest.len(), MAX_CHARS);
+        let name = longest.parse::<HostDomain>().unwrap().name_of(MachineId::new());
+        assert_eq!(name.len(), 253);
+        assert!(rustls::pki_types::ServerName::try_from(name).is_ok());
+    }
+}

@@ -1,0 +1,164 @@
+//! How router and platform verify the TLS connection to a host: always by its pinned key, and with
+//! `CUSTOMER_VPS_TLS_VERIFY` by the certificate's chain for the host's name as well.
+
+use std::collections::HashSet;
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use rustls::ClientConfig;
+use rustls::pki_types::{ServerName, UnixTime};
+
+use super::host_domain::HostDomain;
+use crate::vars;
+use svc_base::config::Env;
+use svc_http::tls::{ChainCheck, ChainVerifier, SpkiPin, pinned_client_config};
+use svc_http::vars::SSL_CERT_FILE;
+use svc_machine::id::MachineId;
+
+/// Maximum machines in `CUSTOMER_VPS_TLS_VERIFY_EXCEPT`.
+const MAX_EXEMPT: usize = 1000;
+
+/// The settings of the connections to hosts.
+#[derive(Debug, Clone)]
+pub struct HostTrust {
+    pub domain: Option<HostDomain>,
+    pub chain: Option<ChainRule>,
+}
+
+/// When a host's certificate must chain to a trusted root.
+#[derive(Debug, Clone)]
+pub struct ChainRule {
+    verifier: ChainVerifier,
+    /// A new machine can request its certificate only once it is reachable.
+    grace: Duration,
+    /// Machines that the operator exempts.
+    exempt: HashSet<MachineId>,
+}
+
+impl ChainRule {
+    pub fn is_exempt(&self, machine: MachineId) -> bool {
+        self.exempt.contains(&machine)
+    }
+
+    pub fn grace(&self) -> Duration {
+        self.grace
+    }
+}
+
+impl HostTrust {
+    /// Only by the pinned key, without names.
+    pub fn pin_only() -> Self {
+        Self { domain: None, chain: None }
+    }
+
+    /// Records mistakes in `env` and returns `None` if there are any.
+    pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<Self> {
+        let is_on = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY).is_on();
+        let grace = Duration::from_secs(env.or_default(&vars::CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS));
+        let exempt = exempt(env)?;
+        if !is_on {
+            return Some(Self { domain, chain: None });
+        }
+        if domain.is_none() {
+            let why = "needs HOST_DOMAIN: a certificate is verified for the host's name";
+            env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
+            return None;
+        }
+        match ChainVerifier::new(env.path(&SSL_CERT_FILE)) {
+            Ok(verifier) => Some(Self { domain, chain: Some(ChainRule { verifier, grace, exempt }) }),
+            Err(error) => {
+                env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, format!("{error:#}"));
+                None
+            }
+        }
+    }
+
+    /// The name to send and to verify; the address without `HOST_DOMAIN`.
+    pub fn server_name(&self, machine: MachineId, ip: Ipv4Addr) -> ServerName<'static> {
+        let name = self.domain.as_ref().map(|domain| domain.name_of(machine));
+        name.and_then(|name| ServerName::try_from(name).ok())
+            .unwrap_or_else(|| ServerName::from(std::net::IpAddr::from(ip)))
+    }
+
+    /// Since when the chain of this machine is required, in seconds since 1970; `None` if it is not.
+    pub fn chain_from(&self, machine: MachineId, registered_at: Option<Timestamp>) -> Option<u64> {
+        let rule = self.chain.as_ref().filter(|rule| !rule.is_exempt(machine))?;
+        let registered = registered_at.map_or(0, Timestamp::as_second);
+        Some(u64::try_from(registered).unwrap_or(0).saturating_add(rule.grace.as_secs()))
+    }
+
+    /// A client configuration for a machine with this pin.
+    ///
+    /// # Errors
+    /// If the crypto provider does not support TLS.
+    pub fn client_config(&self, pin: SpkiPin, chain_from: Option<u64>) -> anyhow::Result<ClientConfig> {
+        let check = match (&self.chain, chain_from) {
+            (Some(rule), Some(from)) => ChainCheck::PinAndChain {
+                verifier: rule.verifier.clone(),
+                from: UnixTime::since_unix_epoch(Duration::from_secs(from)),
+            },
+            _ => ChainCheck::PinOnly,
+        };
+        pinned_client_config(pin, check)
+    }
+}
+
+fn exempt(env: &mut Env) -> Option<HashSet<MachineId>> {
+    let variable = &vars::CUSTOMER_VPS_TLS_VERIFY_EXCEPT;
+    let text = env.text(variable).unwrap_or_default();
+    let ids = text.split(',').map(str::trim).filter(|id| !id.is_empty());
+    match ids.map(str::parse).collect::<Result<HashSet<MachineId>, _>>() {
+        Ok(ids) if ids.len() <= MAX_EXEMPT => Some(ids),
+        Ok(_) => {
+            env.mistake(variable, format!("must list at most {MAX_EXEMPT} machines"));
+            None
+        }
+        Err(_) => {
+            env.mistake(variable, "must list machine ids, separated by commas");
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pairs: &[(&str, &str)]) -> Result<HostTrust, Vec<String>> {
+        svc_http::tls::install_provider();
+        let mut env = Env::from_pairs(pairs.iter().copied());
+        let domain = env.optional(&vars::HOST_DOMAIN);
+        let trust = HostTrust::read(&mut env, domain);
+        env.finish(trust).map_err(|error| error.mistakes)
+    }
+
+    #[test]
+    fn verification_without_domain_is_refused() {
+        let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]).unwrap_err();
+        assert!(mistakes[0].starts_with("CUSTOMER_VPS_TLS_VERIFY: needs HOST_DOMAIN"), "{mistakes:?}");
+        let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")]).unwrap_err();
+        assert!(mistakes[0].contains("machine ids"), "{mistakes:?}");
+    }
+
+    #[test]
+    fn chain_is_required_after_grace_unless_exempt() {
+        let (machine, exempt) = (MachineId::new(), MachineId::new());
+        let trust = read(&[
+            ("CUSTOMER_VPS_TLS_VERIFY", "true"),
+            ("HOST_DOMAIN", "hosts.example.com"),
+            ("CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS", "600"),
+            ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", &format!("{exempt}, ")),
+        ])
+        .unwrap();
+        let registered = Timestamp::from_second(1000).unwrap();
+        assert_eq!(trust.chain_from(machine, Some(registered)), Some(1600));
+        assert_eq!(trust.chain_from(machine, None), Some(600));
+        assert_eq!(trust.chain_from(exempt, Some(registered)), None);
+        let off = read(&[("HOST_DOMAIN", "hosts.example.com")]).unwrap();
+        assert_eq!(off.chain_from(machine, Some(registered)), None);
+        let name = trust.server_name(machine, Ipv4Addr::LOCALHOST);
+        assert_eq!(name.to_str(), format!("{machine}.hosts.example.com"));
+        assert_eq!(HostTrust::pin_only().server_name(machine, Ipv4Addr::LOCALHOST).to_str(), "127.0.0.1");
+    }
+}

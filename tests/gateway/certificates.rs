@@ -1,0 +1,321 @@
+//! The gateway's certificate: from a real ACME authority, and from an operator's file.
+
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use jiff::{SignedDuration, Timestamp};
+use kit::ca::Ca;
+use kit::net::{Proxy, free_port};
+use kit::pebble::{Options, Pebble};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use serde_json::{Value, json};
+use svc::http::tls::{ChainCheck, ChainVerifier, SpkiPin, pinned_client_config};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+
+use super::host::{Host, Machine};
+
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+const DOMAIN: &str = "hosts.example.test";
+
+/// A machine whose gateway has this port, and its name.
+fn machine_at(port: u16, roots: &std::path::Path) -> Result<(Machine, String)> {
+    let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
+    machine.env.insert("GATEWAY_LISTEN".into(), format!("127.0.0.1:{port}"));
+    machine.env.insert("SSL_CERT_FILE".into(), roots.display().to_string());
+    machine.env.insert("ACME_RETRY_SECONDS".into(), "1".into());
+    let name = format!("{}.{DOMAIN}", machine.id);
+    let sent = json!({"machineId": machine.id, "imageVersion": "v1", "bundleSha256": "ab".repeat(32),
+        "tlsSpkiSha256": "cd".repeat(32), "bootMs": 1});
+    let record = json!({"machineId": machine.id, "sent": sent.to_string(),
+        "registeredAt": "2026-11-21T11:05:00.000Z"});
+    machine.write("var/lib/svc/register.json", &record.to_string())?;
+    Ok((machine, name))
+}
+
+fn settings(name: &str, directory: &str) -> Value {
+    json!({"hostName": name, "acme": {"directoryUrl": directory, "contact": "mailto:ops@example.test"}})
+}
+
+/// The certificate as the gateway reports it.
+fn report(machine: &Machine) -> Value {
+    let text = std::fs::read_to_string(machine.path("var/lib/svc/certificate.json")).unwrap_or_default();
+    serde_json::from_str(&text).unwrap_or_default()
+}
+
+/// Waits until the report fulfils a condition.
+async fn until_reported(host: &Host, what: &str, holds: impl Fn(&Value) -> bool) -> Result<Value> {
+    let check = async || Ok(holds(&report(&host.machine)));
+    host.until(what, check).await.with_context(|| report(&host.machine).to_string())?;
+    Ok(report(&host.machine))
+}
+
+async fn until_issued(host: &Host) -> Result<Value> {
+    until_reported(host, "a certificate is issued", |seen| seen["source"] == "acme").await
+}
+
+/// The certificate that a client sees which knows the pin, and these roots for the name if there are any.
+async fn presented(
+    host: &Host,
+    name: &str,
+    roots: Option<&std::path::Path>,
+) -> Result<CertificateDer<'static>> {
+    let check = match roots {
+        None => ChainCheck::PinOnly,
+        Some(roots) => ChainCheck::PinAndChain {
+            verifier: ChainVerifier::new(Some(roots.to_owned()))?,
+            from: rustls::pki_types::UnixTime::since_unix_epoch(Duration::ZERO),
+        },
+    };
+    let config = pinned_client_config(pin(&host.machine)?, check)?;
+    let stream = TcpStream::connect(host.address.parse::<SocketAddr>()?).await?;
+    let name = ServerName::try_from(name.to_owned())?;
+    let connected = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
+    let certificates = connected.get_ref().1.peer_certificates().context("certificates")?;
+    Ok(certificates.first().context("a leaf")?.clone().into_owned())
+}
+
+fn pin(machine: &Machine) -> Result<SpkiPin> {
+    let certificate = std::fs::read(machine.path("var/lib/svc/tls/cert.pem"))?;
+    Ok(SpkiPin::of_certificate(&CertificateDer::from_pem_slice(&certificate)?)?)
+}
+
+#[tokio::test]
+async fn request_is_for_name_and_key_of_the_machine() -> Result<()> {
+    let roots = tempfile::NamedTempFile::new()?;
+    std::fs::write(roots.path(), Ca::new()?.root_pem())?;
+    let (mut machine, name) = machine_at(free_port()?, roots.path())?;
+    let print = |machine: &Machine| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_svc"));
+        command.args(["svc-gateway", "certificate-request"]).env_clear();
+        command.env("SVC_ROOT", machine.path("")).envs(&machine.env).output()
+    };
+    let unnamed = print(&machine)?;
+    assert_eq!(unnamed.status.code(), Some(78));
+    assert!(String::from_utf8_lossy(&unnamed.stderr).contains("HOST_DOMAIN"), "{unnamed:?}");
+    machine.env.insert("SVC_HOST_NAME".into(), name.clone());
+    let host = machine.start()?;
+    let printed = print(&host.machine)?;
+    let request = rustls::pki_types::CertificateSigningRequestDer::from_pem_slice(&printed.stdout)?;
+    let key = std::fs::read_to_string(host.machine.path("var/lib/svc/tls/key.pem"))?;
+    let key = rcgen::PublicKeyData::subject_public_key_info(&rcgen::KeyPair::from_pem(&key)?);
+    for part in [name.as_bytes(), &key] {
+        assert!(request.windows(part.len()).any(|window| window == part), "{printed:?}");
+    }
+    assert!(!request.windows(7).any(|window| window == b"PRIVATE"));
+    Ok(())
+}
+
+fn expiry(report: &Value) -> Timestamp {
+    report["expiresAt"].as_str().expect("an expiry").parse().expect("a time")
+}
+
+#[tokio::test]
+async fn authority_issues_certificate_for_registered_key() -> Result<()> {
+    let port = free_port()?;
+    let pebble = Pebble::start(&Options::validating(port)).await?;
+    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let host = machine.start()?;
+    assert!(presented(&host, &name, Some(&pebble.roots())).await.is_err(), "it is self-signed");
+    let self_signed = presented(&host, &name, None).await?;
+    let delivered = settings(&name, &pebble.directory_url());
+    host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
+    let seen = until_issued(&host).await?;
+    assert_eq!(
+        (&seen["hostName"], &seen["isTrusted"], &seen["error"]),
+        (&json!(name), &json!(true), &Value::Null)
+    );
+    // The process is the same, and so is the key, which the client verifies.
+    let issued = presented(&host, &name, Some(&pebble.roots())).await?;
+    assert_ne!(issued, self_signed);
+    let other = presented(&host, "another.example.test", Some(&pebble.roots())).await;
+    assert!(other.unwrap_err().to_string().contains("not valid for name"), "the name is verified");
+    for file in ["chain.pem", "acme-account.json"] {
+        let mode =
+            std::fs::metadata(host.machine.path(&format!("var/lib/svc/tls/{file}")))?.permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{file}");
+    }
+    // A restart needs no new certificate.
+    let host = host.restart()?;
+    assert_eq!(presented(&host, &name, Some(&pebble.roots())).await?, issued);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
+    let port = free_port()?;
+    let options = Options { certificate_seconds: 24, ..Options::validating(port) };
+    let pebble = Pebble::start(&options).await?;
+    let network = Proxy::start(pebble.listen())?;
+    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let directory = format!("https://{}/dir", network.addr());
+    machine.write("var/lib/svc/tls/settings.json", &settings(&name, &directory).to_string())?;
+    let host = machine.start()?;
+    let first = until_issued(&host).await?;
+    network.refuse();
+    let failed = until_reported(&host, "the renewal fails", |seen| seen["error"].is_string()).await?;
+    assert_eq!(failed["expiresAt"], first["expiresAt"], "the presented certificate stays");
+    assert!(failed["nextAttemptAt"].is_string(), "{failed}");
+    presented(&host, &name, Some(&pebble.roots())).await?;
+    network.heal();
+    let renewed = until_reported(&host, "it is renewed", |seen| {
+        seen["error"].is_null() && seen["expiresAt"] != first["expiresAt"]
+    });
+    let renewed = renewed.await?;
+    ensure!(expiry(&renewed) > expiry(&first), "{renewed}");
+    // The client verifies the pin of the first key.
+    presented(&host, &name, Some(&pebble.roots())).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
+    let port = free_port()?;
+    let options = Options { blocked_domain: Some(DOMAIN.to_owned()), ..Options::validating(port) };
+    let pebble = Pebble::start(&options).await?;
+    let (mut machine, name) = machine_at(port, &pebble.roots())?;
+    machine.env.insert("ACME_RETRY_SECONDS".into(), "600".into());
+    let delivered = settings(&name, &pebble.directory_url());
+    machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
+    let host = machine.start()?;
+    let seen = until_reported(&host, "the order is refused", |seen| seen["error"].is_string()).await?;
+    assert!(seen["error"].as_str().unwrap_or_default().contains("refused the order"), "{seen}");
+    assert_eq!((&seen["source"], &seen["isTrusted"]), (&json!("self_signed"), &json!(false)));
+    let next: Timestamp = seen["nextAttemptAt"].as_str().context("a time")?.parse()?;
+    let pause = next.duration_since(Timestamp::now()).as_secs();
+    ensure!((500..=1300).contains(&pause), "{pause} s");
+    presented(&host, &name, None).await?;
+    // A restart continues the backoff.
+    let orders = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
+    let host = host.restart()?;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(report(&host.machine)["nextAttemptAt"], seen["nextAttemptAt"], "{}", host.log());
+    let after = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
+    assert_eq!(after, orders);
+    Ok(())
+}
+
+#[tokio::test]
+async fn failed_validation_names_the_authority_reason() -> Result<()> {
+    // The authority connects to another port, where nothing listens.
+    let pebble = Pebble::start(&Options::validating(free_port()?)).await?;
+    let (machine, name) = machine_at(free_port()?, &pebble.roots())?;
+    let delivered = settings(&name, &pebble.directory_url());
+    machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
+    let host = machine.start()?;
+    let seen = until_reported(&host, "the validation fails", |seen| seen["error"].is_string()).await?;
+    let error = seen["error"].as_str().unwrap_or_default();
+    assert!(
+        error.contains(&format!("could not validate {name}")) && error.contains("Failed to connect"),
+        "{error}"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn account_is_bound_to_external_account() -> Result<()> {
+    let port = free_port()?;
+    let key = "zWNDZM6eQGHWpSRTPal5eIUYFTu7EajVIoguysqZ9wG44nMEtx3MUAsUDkMTQ12W";
+    let external_account = Some(("kid-1".to_owned(), key.to_owned()));
+    let pebble = Pebble::start(&Options { external_account, ..Options::validating(port) }).await?;
+    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let mut delivered = settings(&name, &pebble.directory_url());
+    machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
+    let host = machine.start()?;
+    let refused = until_reported(&host, "the account is refused", |seen| seen["error"].is_string()).await?;
+    assert!(refused["error"].as_str().unwrap_or_default().contains("create an account"), "{refused}");
+    delivered["acme"]["externalAccount"] = json!({"keyId": "kid-1", "hmacKey": key});
+    host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
+    until_issued(&host).await?;
+    assert!(!host.log().contains(key), "the key is not logged");
+    Ok(())
+}
+
+#[tokio::test]
+async fn lost_account_is_replaced() -> Result<()> {
+    let port = free_port()?;
+    let before = Pebble::start(&Options::validating(port)).await?;
+    let (machine, name) = machine_at(port, &before.roots())?;
+    machine.write("var/lib/svc/tls/settings.json", &settings(&name, &before.directory_url()).to_string())?;
+    let host = machine.start()?;
+    until_issued(&host).await?;
+    let account = host.machine.path("var/lib/svc/tls/acme-account.json");
+    // The same account at an authority that does not know it.
+    let after = Pebble::start(&Options::validating(port)).await?;
+    let stored = std::fs::read_to_string(&account)?;
+    let moved = stored.replace(&before.listen().to_string(), &after.listen().to_string());
+    std::fs::write(&account, moved)?;
+    std::fs::copy(after.roots(), before.roots())?;
+    std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
+    let delivered = settings(&name, &after.directory_url());
+    host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
+    let host = host.restart()?;
+    host.until("the other authority issues one", async || Ok(after.issued() == 1)).await?;
+    let replaced = async || Ok(presented(&host, &name, Some(&after.roots())).await.is_ok());
+    host.until("its certificate is presented", replaced).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
+    let pebble_roots = tempfile::NamedTempFile::new()?;
+    std::fs::write(pebble_roots.path(), Ca::new()?.root_pem())?;
+    let (machine, name) = machine_at(free_port()?, pebble_roots.path())?;
+    let host = machine.start()?;
+    let mut config = pinned_client_config(pin(&host.machine)?, ChainCheck::PinOnly)?;
+    config.alpn_protocols = vec![b"acme-tls/1".to_vec()];
+    let stream = TcpStream::connect(host.address.parse::<SocketAddr>()?).await?;
+    let name = ServerName::try_from(name)?;
+    assert!(TlsConnector::from(Arc::new(config)).connect(name, stream).await.is_err());
+    Ok(())
+}
+
+#[tokio::test]
+async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
+    let ca = Ca::new()?;
+    let dir = tempfile::tempdir()?;
+    let (roots, file) = (dir.path().join("roots.pem"), dir.path().join("chain.pem"));
+    std::fs::write(&roots, ca.root_pem())?;
+    let (mut machine, name) = machine_at(free_port()?, &roots)?;
+    machine.env.insert("GATEWAY_TLS_CERT_FILE".into(), file.display().to_string());
+    machine.write("var/lib/svc/tls/settings.json", &json!({"hostName": name}).to_string())?;
+    let host = machine.start()?;
+    let missing = until_reported(&host, "the file is missing", |seen| seen["error"].is_string()).await?;
+    assert!(missing["error"].as_str().unwrap_or_default().contains("cannot be opened"), "{missing}");
+
+    let key = std::fs::read_to_string(host.machine.path("var/lib/svc/tls/key.pem"))?;
+    let issue = |names: &[&str], hours: i64| ca.issue_for(names, &key, SignedDuration::from_hours(hours));
+    std::fs::write(&file, issue(&[&name], 24)?)?;
+    let first = until_reported(&host, "the file is used", |seen| seen["source"] == "file").await?;
+    assert_eq!((&first["isTrusted"], &first["error"]), (&json!(true), &Value::Null));
+    let presented_first = presented(&host, &name, Some(&roots)).await?;
+
+    for (content, why) in [
+        (ca.issue(&[&name])?.0, "another key"),
+        (issue(&["other.example.test"], 24)?, "not for the name"),
+        (issue(&[&name], -1)?, "expired"),
+        ("no certificate".to_owned(), "no certificate in PEM"),
+    ] {
+        std::fs::write(&file, content)?;
+        let refused = until_reported(&host, why, |seen| {
+            seen["error"].as_str().is_some_and(|error| error.contains(why))
+        });
+        let refused = refused.await?;
+        assert_eq!(refused["expiresAt"], first["expiresAt"]);
+        assert_eq!(presented(&host, &name, Some(&roots)).await?, presented_first, "{why}");
+    }
+
+    std::fs::write(&file, issue(&[&name], 48)?)?;
+    let later = until_reported(&host, "the new file is used", |seen| {
+        seen["error"].is_null() && seen["expiresAt"] != first["expiresAt"]
+    });
+    later.await?;
+    assert_ne!(presented(&host, &name, Some(&roots)).await?, presented_first);
+    Ok(())
+}

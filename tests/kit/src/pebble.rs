@@ -1,0 +1,174 @@
+//! Pebble, a certificate authority that speaks ACME, with a name server that resolves every name to loopback.
+
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+
+use crate::ca::Ca;
+use crate::child::OwnedChild;
+use crate::net::free_port;
+use crate::packages::{Deb, FetchedProgram, Program};
+
+const PEBBLE: Program = Program {
+    debs: &[Deb {
+        name: "pebble",
+        version: "2.4.0+ds1-2+b4",
+        sha256: "ad144cb969adb92df94eba76670fa28595ba78fbb875036ae4a5b068939e102e",
+    }],
+    path: "usr/bin/pebble",
+};
+/// In the same package.
+const NAME_SERVER: Program = Program { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Fetches the package once into `target/tools`.
+///
+/// # Errors
+/// Fails if apt-get cannot download it, or on another processor.
+pub fn fetch() -> Result<FetchedProgram> {
+    PEBBLE.locate()
+}
+
+/// What the authority does.
+pub struct Options {
+    /// The port to which it connects to validate a name by TLS-ALPN-01.
+    pub validation_port: u16,
+    pub certificate_seconds: u64,
+    /// A domain for which it refuses orders.
+    pub blocked_domain: Option<String>,
+    /// Id and key (base64url) of the only account to which others can be bound.
+    pub external_account: Option<(String, String)>,
+}
+
+impl Options {
+    pub fn validating(validation_port: u16) -> Self {
+        let certificate_seconds = 90 * 86_400;
+        Self { validation_port, certificate_seconds, blocked_domain: None, external_account: None }
+    }
+}
+
+/// A running authority, stopped on drop. It keeps its accounts and its root in memory.
+pub struct Pebble {
+    dir: tempfile::TempDir,
+    listen: SocketAddr,
+    management: SocketAddr,
+    names: OwnedChild,
+    server: OwnedChild,
+}
+
+impl Pebble {
+    /// # Errors
+    /// Fails with its log if it cannot be fetched or does not start.
+    pub async fn start(options: &Options) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let loopback = || anyhow::Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)));
+        let (listen, management, dns, dns_management) = (loopback()?, loopback()?, loopback()?, loopback()?);
+        let ca = Ca::new()?;
+        let (certificate, key) = ca.issue(&["127.0.0.1"])?;
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("cert.pem"), certificate)?;
+        fs::write(path("key.pem"), key)?;
+        fs::write(path("api-root.pem"), ca.root_pem())?;
+        let mac_keys: serde_json::Map<_, _> =
+            options.external_account.iter().map(|(id, key)| (id.clone(), json!(key))).collect();
+        let blocked: Vec<_> = options.blocked_domain.iter().collect();
+        let config = json!({ "pebble": {
+            "listenAddress": listen.to_string(),
+            "managementListenAddress": management.to_string(),
+            "certificate": path("cert.pem"),
+            "privateKey": path("key.pem"),
+            "httpPort": free_port()?,
+            "tlsPort": options.validation_port,
+            "ocspResponderURL": "",
+            "externalAccountBindingRequired": !mac_keys.is_empty(),
+            "externalAccountMACKeys": mac_keys,
+            "domainBlocklist": blocked,
+            "certificateValidityPeriod": options.certificate_seconds,
+        }});
+        fs::write(path("config.json"), config.to_string())?;
+        let mut names = NAME_SERVER.locate()?.command();
+        names.args([
+            "-defaultIPv4",
+            "127.0.0.1",
+            "-defaultIPv6",
+            "",
+            "-http01",
+            "",
+            "-https01",
+            "",
+            "-tlsalpn01",
+            "",
+        ]);
+        names.args(["-dns01", &dns.to_string(), "-management", &dns_management.to_string()]);
+        let log = |name: &str| fs::File::create(path(name));
+        names.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
+        let names = OwnedChild::spawn(&mut names).context("start the name server")?;
+        let mut server = fetch()?.command();
+        // Without these, it waits for seconds before it validates, and refuses some requests at random.
+        server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
+        server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
+        server.stdin(Stdio::null()).stdout(log("pebble.log")?).stderr(log("pebble.err")?);
+        let server = OwnedChild::spawn(&mut server).context("start pebble")?;
+        let mut pebble = Self { dir, listen, management, names, server };
+        pebble.wait_until_listening(dns_management)?;
+        pebble.write_roots(&ca.root_pem()).await?;
+        Ok(pebble)
+    }
+
+    fn wait_until_listening(&mut self, names: SocketAddr) -> Result<()> {
+        let deadline = Instant::now() + START_TIMEOUT;
+        for address in [names, self.listen, self.management] {
+            while TcpStream::connect(address).is_err() {
+                let has_ended = self.server.status().is_some() || self.names.status().is_some();
+                ensure!(!has_ended && Instant::now() < deadline, "pebble does not listen: {}", self.log());
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        Ok(())
+    }
+
+    /// The roots of its API and of the certificates that it issues.
+    async fn write_roots(&self, api_root: &str) -> Result<()> {
+        // The second installation fails, which is harmless.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let root = reqwest::Certificate::from_pem(api_root.as_bytes())?;
+        let client =
+            reqwest::Client::builder().tls_certs_only([root]).no_proxy().timeout(START_TIMEOUT).build()?;
+        let url = format!("https://{}/roots/0", self.management);
+        let issuing = client.get(url).send().await?.error_for_status()?.text().await?;
+        fs::write(self.roots(), format!("{api_root}{issuing}"))?;
+        Ok(())
+    }
+
+    pub fn directory_url(&self) -> String {
+        format!("https://{}/dir", self.listen)
+    }
+
+    pub fn listen(&self) -> SocketAddr {
+        self.listen
+    }
+
+    /// A file for `SSL_CERT_FILE`.
+    pub fn roots(&self) -> PathBuf {
+        self.dir.path().join("roots.pem")
+    }
+
+    pub fn log(&self) -> String {
+        let read = |name: &str| fs::read_to_string(self.dir.path().join(name)).unwrap_or_default();
+        ["names.err", "pebble.log", "pebble.err"].map(read).concat()
+    }
+
+    /// The number of certificates that it has issued.
+    pub fn issued(&self) -> usize {
+        self.log().matches("Issued certificate serial").count()
+    }
+
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+}

@@ -1,0 +1,233 @@
+//! Certificates of machines, from provisioning to verification: a real gateway, and a real authority that validates its
+//! name through the router.
+
+use http::StatusCode;
+use kit::ca::Ca;
+use kit::net::free_port;
+use kit::pebble::{Options, Pebble};
+use serde_json::{Value, json};
+use svc::http::tls::Identity;
+
+use super::stack::{Guest, Process, Stack, heartbeat_of, registration};
+use crate::gateway::host::{Host, Machine};
+
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+const DOMAIN: &str = "hosts.example.test";
+
+struct Installation {
+    stack: Stack,
+    settings: Vec<(String, String)>,
+    dir: tempfile::TempDir,
+}
+
+impl Installation {
+    /// A platform whose router terminates TLS on this port and trusts these roots.
+    async fn new(router_port: u16, directory: &str, roots: &std::path::Path) -> Self {
+        let (stack, dir) = (Stack::start().await, tempfile::tempdir().unwrap());
+        let (certificate, key) = Ca::new().unwrap().issue(&["app.test", "code.test"]).unwrap();
+        let path = |name: &str| dir.path().join(name).display().to_string();
+        std::fs::write(path("router.pem"), certificate).unwrap();
+        std::fs::write(path("router.key"), key).unwrap();
+        let settings = [
+            ("ROUTER_LISTEN", format!("127.0.0.1:{router_port}")),
+            ("ROUTER_TLS_CERT_FILE", path("router.pem")),
+            ("ROUTER_TLS_KEY_FILE", path("router.key")),
+            ("HOST_DOMAIN", DOMAIN.to_owned()),
+            ("ACME_DIRECTORY_URL", directory.to_owned()),
+            ("ACME_CONTACT", "ops@example.test".to_owned()),
+            ("SSL_CERT_FILE", roots.display().to_string()),
+            ("CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS", "0".to_owned()),
+        ];
+        let settings = settings.map(|(name, value)| (name.to_owned(), value)).into();
+        Self { stack, settings, dir }
+    }
+
+    fn start(&self, more: &[(&str, &str)]) -> Process {
+        let own = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        self.stack.start_platform_with(&own.chain(more.iter().copied()).collect::<Vec<_>>())
+    }
+
+    /// A registered machine whose gateway has the settings of its user-data.
+    async fn machine(&self, process: &Process, user: &str, roots: &std::path::Path) -> (Guest, Host) {
+        let stack = &self.stack;
+        let provisioned = stack.provision(process, user).await;
+        let id = provisioned["machineId"].as_str().unwrap().to_owned();
+        let guest = stack.wait_for_guest(process, &id).await;
+        let server = stack.provider.server_by_name(&format!("svc-{id}")).unwrap();
+        let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
+        let own = [
+            ("SVC_MACHINE_ID", id.clone()),
+            ("SVC_USER_ID", user.to_owned()),
+            ("GATEWAY_LISTEN", format!("{}:{}", server.ipv4, stack.provider.https_port())),
+            ("SVC_HOST_NAME", guest.setting("SVC_HOST_NAME")),
+            ("ACME_RETRY_SECONDS", "1".to_owned()),
+            ("SSL_CERT_FILE", roots.display().to_string()),
+        ];
+        for (name, value) in own {
+            machine.env.insert(name.into(), value);
+        }
+        let host = machine.start().unwrap();
+        let path = |name: &str| host.machine.path(&format!("var/lib/svc/tls/{name}.pem"));
+        let pin = Identity::read(&path("cert"), &path("key")).unwrap().pin().unwrap();
+        let mut body = registration(&id, 1);
+        body["tlsSpkiSha256"] = json!(pin.to_string());
+        assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);
+        let record =
+            json!({"machineId": id, "sent": body.to_string(), "registeredAt": "2026-11-21T11:05:00.000Z"});
+        host.machine.write("var/lib/svc/register.json", &record.to_string()).unwrap();
+        let named = || async { certificate(&host)["hostName"].is_string().then_some(()) };
+        stack.eventually("the gateway knows its name", named).await;
+        self.send_heartbeat(process, &guest, &host).await;
+        (guest, host)
+    }
+
+    /// A heartbeat with the certificate that the gateway reports. Stores the response as the sync agent does.
+    async fn send_heartbeat(&self, process: &Process, guest: &Guest, host: &Host) -> Value {
+        let mut body = heartbeat_of(guest);
+        body["certificate"] = certificate(host);
+        let sent = self.stack.send_heartbeat(process, guest, &body).await;
+        assert_eq!(sent.status, 200, "{sent:?}");
+        host.machine.write("var/lib/svc/proof-keys.json", &sent.body["proofKeys"].to_string()).unwrap();
+        let path = "var/lib/svc/tls/settings.json";
+        host.machine.write(path, &sent.body["certificate"].to_string()).unwrap();
+        sent.body
+    }
+
+    async fn until_trusted(&self, host: &Host) {
+        let trusted = || async { (certificate(host)["isTrusted"] == true).then_some(()) };
+        self.stack.eventually("the certificate is trusted", trusted).await;
+    }
+
+    /// Whether the platform's own calls reach the host.
+    async fn is_reached(&self, process: &Process, id: &str) -> bool {
+        let response = self.stack.get(process, &format!("/vps/{id}/usage")).await;
+        response.status == StatusCode::OK
+    }
+}
+
+fn certificate(host: &Host) -> Value {
+    let text = std::fs::read_to_string(host.machine.path("var/lib/svc/certificate.json"));
+    serde_json::from_str(&text.unwrap_or_default()).unwrap_or_default()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn authority_validates_machine_through_router_and_platform_verifies_chain() {
+    let port = free_port().unwrap();
+    let pebble = Pebble::start(&Options::validating(port)).await.unwrap();
+    let installation = Installation::new(port, &pebble.directory_url(), &pebble.roots()).await;
+    let stack = &installation.stack;
+    let mut process = installation.start(&[]);
+    let (guest, host) = installation.machine(&process, "user_1", &pebble.roots()).await;
+    let id = guest.machine.clone();
+    installation.until_trusted(&host).await;
+    assert_eq!(certificate(&host)["hostName"], json!(format!("{id}.{DOMAIN}")));
+    assert!(stack.log().contains("validation passed through"), "the router is the only way to the name");
+
+    let response = installation.send_heartbeat(&process, &guest, &host).await;
+    let delivered = &response["certificate"];
+    assert_eq!(delivered["hostName"], json!(format!("{id}.{DOMAIN}")));
+    assert_eq!(delivered["acme"]["contact"], "mailto:ops@example.test");
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    let seen = &fleet["certificates"];
+    assert_eq!(
+        (&seen["isRequired"], &seen["trusted"], &seen["missing"]),
+        (&json!(false), &json!(1), &json!(0))
+    );
+    let shown = stack.get(&process, &format!("/vps/{id}")).await.body;
+    assert_eq!(shown["certificate"]["source"], "acme");
+    let served = || async { installation.is_reached(&process, &id).await.then_some(()) };
+    stack.eventually("the host has the keys", served).await;
+
+    // On, and off again: each process serves at once.
+    for verify in ["true", "false", "true"] {
+        process.kill();
+        process = installation.start(&[("CUSTOMER_VPS_TLS_VERIFY", verify)]);
+        assert!(installation.is_reached(&process, &id).await, "verify={verify}: {}", stack.log());
+    }
+
+    // A platform without the authority's root does not reach it.
+    process.kill();
+    let other = installation.dir.path().join("other.pem");
+    std::fs::write(&other, Ca::new().unwrap().root_pem()).unwrap();
+    let other = other.display().to_string();
+    let distrusting = installation.start(&[("CUSTOMER_VPS_TLS_VERIFY", "true"), ("SSL_CERT_FILE", &other)]);
+    let refused = stack.get(&distrusting, &format!("/vps/{id}/usage")).await;
+    refused.assert_problem(502, "host_unreachable");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn missing_certificate_is_named_before_and_after_verification() {
+    let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
+    std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
+    // No authority listens there.
+    let directory = format!("https://127.0.0.1:{}/dir", free_port().unwrap());
+    let installation = Installation::new(port, &directory, roots.path()).await;
+    let stack = &installation.stack;
+    let mut process = installation.start(&[]);
+    let (guest, host) = installation.machine(&process, "user_1", roots.path()).await;
+    let failed = || async { certificate(&host)["error"].is_string().then_some(()) };
+    stack.eventually("the request fails", failed).await;
+    installation.send_heartbeat(&process, &guest, &host).await;
+    let reasons = |fleet: &Value| fleet["attention"][0]["reasons"].clone();
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    assert_eq!(fleet["certificates"]["missingHandles"], json!(["h-user-1"]));
+    assert_eq!(reasons(&fleet), Value::Null, "nobody needs it yet");
+    assert!(installation.is_reached(&process, &guest.machine).await);
+
+    process.kill();
+    process = installation.start(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]);
+    let warned = "CUSTOMER_VPS_TLS_VERIFY is on, and machines have no trusted certificate";
+    assert!(stack.log().contains(warned), "{}", stack.log());
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    assert_eq!(reasons(&fleet), json!(["certificate_missing"]));
+    assert!(!installation.is_reached(&process, &guest.machine).await);
+
+    process.kill();
+    let except = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", &*guest.machine)];
+    process = installation.start(&except);
+    assert!(installation.is_reached(&process, &guest.machine).await, "the operator exempts it");
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    assert_eq!((reasons(&fleet), &fleet["certificates"]["exempt"]), (Value::Null, &json!(1)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn passthrough_serves_only_validations_of_known_machines() {
+    use std::sync::Arc;
+
+    use rustls::pki_types::ServerName;
+    use svc::http::tls::{ChainCheck, pinned_client_config};
+    use tokio::net::TcpStream;
+    use tokio_rustls::TlsConnector;
+
+    let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
+    std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
+    let installation = Installation::new(port, "https://127.0.0.1:1/dir", roots.path()).await;
+    let process = installation.start(&[]);
+    let (guest, _host) = installation.machine(&process, "user_1", roots.path()).await;
+    installation.stack.wait_for_routes(&process).await;
+    let path = |name: &str| installation.dir.path().join(name);
+    let router = Identity::read(&path("router.pem"), &path("router.key")).unwrap().pin().unwrap();
+    let name = format!("{}.{DOMAIN}", guest.machine);
+    let other = format!("{}.{DOMAIN}", svc::machine::id::MachineId::new());
+    let connect = async |name: &str, protocols: &[&str]| {
+        let mut config = pinned_client_config(router, ChainCheck::PinOnly).unwrap();
+        config.alpn_protocols = protocols.iter().map(|one| one.as_bytes().to_vec()).collect();
+        let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+        let name = ServerName::try_from(name.to_owned()).unwrap();
+        TlsConnector::from(Arc::new(config)).connect(name, stream).await
+    };
+    // The router's own key is presented for everything but a validation.
+    for (name, protocols) in
+        [(&*name, &["http/1.1"][..]), (&*name, &[]), (&*name, &["http/1.1", "acme-tls/1"]), ("app.test", &[])]
+    {
+        connect(name, protocols).await.unwrap_or_else(|error| panic!("{name} {protocols:?}: {error}"));
+    }
+    // The machine refuses it: no validation is in progress.
+    assert!(connect(&name, &["acme-tls/1"]).await.is_err());
+    let stack = &installation.stack;
+    let passed = format!("validation passed through name={name}");
+    let logged = || async { stack.log().contains(&passed).then_some(()) };
+    stack.eventually("the validation is passed through", logged).await;
+    assert!(connect(&other, &["acme-tls/1"]).await.is_err(), "the router does not speak this protocol");
+    assert!(!stack.log().contains(&other), "an unknown machine is not dialed");
+}
