@@ -39,6 +39,7 @@ pub struct HostCertificate {
     pub expires_at: Time,
     /// Whether the roots of the host verified the chain for its name when it was last checked.
     #[serde(default)]
+    #[schemars(skip_serializing_if = "std::ops::Not::not", with = "Option<bool>")]
     pub is_trusted: bool,
     /// Why the last attempt to replace it failed.
     #[schemars(skip_serializing_if = "Option::is_none")]
