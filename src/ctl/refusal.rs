@@ -247,6 +247,13 @@ fn advice(code: &str) -> Option<&'static str> {
         }
         "idempotency_mismatch" => "run the command again: each run uses a new key",
         "preview_limit_reached" => "delete a preview machine first",
+        "server_limit_reached" => {
+            "raise the project's limit at the provider and PROVIDER_SERVER_LIMIT, or delete unused servers; \
+             `svcctl fleet` shows the alarm"
+        }
+        "price_changed" | "confirmation_required" => {
+            "run `svcctl provision` again: it shows the current cost and asks for the confirmations"
+        }
         "disk_too_small" => {
             "choose a server type with a larger disk: `svcctl recover <user> --server-type <type>`; `svcctl provision` \
              has `--server-type`, too"

@@ -178,6 +178,18 @@ pub async fn raise_for_provider_error(platform: &Platform, error: &ProviderError
     }
 }
 
+/// Ends the alarm about the project's limit: the provider has accepted an order. An error is logged, because the alarm
+/// expires anyway.
+pub async fn end_provider_limit(platform: &Platform) {
+    let cleared = async {
+        let session = platform.db.session().await?;
+        alarms::clear(&session, Alarm::ProviderLimit.as_str()).await
+    };
+    if let Err(error) = cleared.await {
+        tracing::warn!(error = %chain(&error), "cannot end an alarm");
+    }
+}
+
 /// Whether a fuse allows work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fuse {

@@ -72,7 +72,8 @@ impl Fleet {
         let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
         let out = built.dir.to_str().unwrap();
         svcctl(&["bundle", "publish", out, "--image-version", "story-1"]).await;
-        let run = svcctl(&["--json", "provision", "user_story", "--handle", "ada", "--wait=200"]).await;
+        let provision = ["--json", "provision", "user_story", "--handle", "ada", "--wait=200"];
+        let run = svcctl(&[&provision[..], &kit::story::CONFIRMED].concat()).await;
         let machine: Value = run.json().unwrap();
         let server = format!("svc-{}", machine["machineId"].as_str().unwrap());
         let disk = stack.provider.disk(&server).unwrap();

@@ -12,7 +12,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::slot::BUCKET;
-use super::stack::{HANDLE, IMAGE_VERSION, Stack, USER, eventually};
+use super::stack::{CONFIRMED, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 use super::web;
 use crate::bundle;
 use crate::child;
@@ -70,7 +70,7 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
-    let run = stack.svcctl(&args).await?.success()?;
+    let run = stack.svcctl(&[&args[..], &CONFIRMED].concat()).await?.success()?;
     let machine = MachineRecord::read(&run.stdout)?;
     ensure!(machine.status == "running", "the machine is {}", machine.status);
     ensure!(machine.epoch == 1, "the first machine has epoch {}", machine.epoch);

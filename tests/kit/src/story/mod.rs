@@ -29,7 +29,9 @@ pub use self::second_life::{
     Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
 };
 pub use self::slot::BUCKET;
-pub use self::stack::{HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
+pub use self::stack::{
+    CONFIRMED, HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually,
+};
 pub use self::web::WebClient;
 use crate::child;
 
