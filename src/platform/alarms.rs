@@ -42,10 +42,12 @@ pub enum Alarm {
     UnverifiedFence,
     /// Hosts send tokens that were made with no current platform key.
     HostTokensRefused,
+    /// The verification of a release has paused its rollout.
+    RolloutHalted,
 }
 
 impl Alarm {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::ServersMissing,
         Self::UnknownServers,
         Self::ProviderUnauthorized,
@@ -55,6 +57,7 @@ impl Alarm {
         Self::DatabaseBehindStore,
         Self::UnverifiedFence,
         Self::HostTokensRefused,
+        Self::RolloutHalted,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -68,6 +71,7 @@ impl Alarm {
             Self::DatabaseBehindStore => "database_behind_store",
             Self::UnverifiedFence => "unverified_fence",
             Self::HostTokensRefused => "host_tokens_refused",
+            Self::RolloutHalted => "rollout_halted",
         }
     }
 
@@ -88,6 +92,7 @@ impl Alarm {
     pub fn end(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
+            Self::RolloutHalted => "when an operator resumes or aborts the rollout",
             _ => "automatically, a few minutes after its cause is gone",
         }
     }
@@ -125,6 +130,10 @@ impl Alarm {
             Self::HostTokensRefused => {
                 "these hosts send tokens that PLATFORM_KEY did not make: recover none of them before `svcctl doctor \
                  platform` confirms that the platform's keys are current. If they are, the tokens are forged"
+            }
+            Self::RolloutHalted => {
+                "`svcctl deploy status` shows what the verification found. Correct the cause, then `svcctl deploy resume` \
+                 verifies again; or `svcctl deploy abort`, and on the updated machines `svc-update rollback`"
             }
         }
     }

@@ -57,7 +57,9 @@ pub struct Fleet {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Exercises {
+    #[serde(default)]
     pub recovery: Exercise,
+    #[serde(default)]
     pub rollback: Exercise,
 }
 

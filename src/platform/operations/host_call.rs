@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::Context;
 use http::{Method, StatusCode};
 use jiff::Timestamp;
+use rustls::ClientConfig;
 use serde_json::{Value, json};
 use url::Url;
 
@@ -250,23 +251,32 @@ fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Re
     if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
 }
 
+/// A host's address with its port, and the TLS settings that verify its key.
+///
+/// # Errors
+/// If the machine has no address yet, or never registered.
+pub fn endpoint(platform: &Platform, machine: &MachineRow) -> anyhow::Result<(String, ClientConfig)> {
+    let address = machine.public_ipv4.context("the machine has no address")?;
+    let pin = machine.tls_pin.context("the machine never registered")?;
+    let check = match platform.config.hosts.tls_verify {
+        Flag::On => ChainCheck::PinAndChain,
+        Flag::Off => ChainCheck::PinOnly,
+    };
+    Ok((format!("{address}:{}", machine.https_port), pinned_client_config(pin, check)?))
+}
+
 async fn send(
     platform: &Platform,
     machine: &MachineRow,
     request: &HostRequest,
 ) -> anyhow::Result<reqwest::Response> {
-    let address = machine.public_ipv4.context("the machine has no address")?;
-    let pin = machine.tls_pin.context("the machine never registered")?;
-    let mut url = Url::parse(&format!("https://{address}:{}{}", machine.https_port, request.path))?;
+    let (address, tls) = endpoint(platform, machine)?;
+    let mut url = Url::parse(&format!("https://{address}{}", request.path))?;
     if !request.query.is_empty() {
         url.query_pairs_mut().extend_pairs(&request.query);
     }
-    let check = match platform.config.hosts.tls_verify {
-        Flag::On => ChainCheck::PinAndChain,
-        Flag::Off => ChainCheck::PinOnly,
-    };
     let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims(machine, request));
-    let client = client::with_tls(CALL_DEADLINES, pinned_client_config(pin, check)?)?;
+    let client = client::with_tls(CALL_DEADLINES, tls)?;
     let call = client.request(request.method.clone(), url).header(proof::HEADER, signed);
     let mut call = request_id::onward(call);
     if let Some(body) = &request.body {

@@ -185,6 +185,7 @@ impl Side for World {
             "imageVersion" => json!("v1"),
             "bundleSha256" => json!(DIGEST),
             "epoch" => json!(1),
+            "confirmedMonthlyCost" => json!("9.50 EUR"),
             "allowEmpty" | "empty" => json!(false),
             // A decision names a snapshot or accepts the loss.
             "acceptLoss" if is_of_operation(operation) => json!(false),
@@ -319,7 +320,7 @@ async fn without_store(world: &World) {
             continue;
         }
         let request = match operation.id {
-            "provision" => {
+            "provision" | "quoteProvision" => {
                 let body = json!({"idpUserId": "user_3", "handle": "third"});
                 world.known(operation, operation.path).json(&body)
             }

@@ -21,7 +21,7 @@ use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
-pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row};
+pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row, publish_signed};
 pub use self::platform::Platform;
 pub use self::program::Program;
 pub use self::report::{Report, Step, StepFailed};
