@@ -253,7 +253,8 @@ async fn rollouts(rows: &mut Rows<'_>) {
         rows.post(&of(word), &json!({}), 409, "conflict").await;
     }
     // Only a rollout that has ended cannot be aborted.
-    let done = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
+    let mut done = open;
+    done["verify"] = json!(false);
     let beat = super::super::stack::heartbeat_of(&world.runs);
     world.stack.send_heartbeat(&world.process, &world.runs, &beat).await;
     let done = world.send(world.operator_call(Method::POST, path, &done)).await;
