@@ -16,4 +16,5 @@ pub use svc_machine as machine;
 pub use svc_platform as platform;
 pub use svc_provider as provider;
 pub use svc_store as store;
+pub use svc_verify as verify;
 pub use svc_wire as wire;

@@ -4,6 +4,7 @@
 mod copies;
 mod decisions;
 mod doctor;
+mod provision;
 mod real;
 mod rollout;
 mod terminal;
@@ -138,18 +139,30 @@ fn accepted() -> Reply {
     Reply::Json(202, json!({"machineId": MACHINE, "status": "provisioning", "operationId": OPERATION}))
 }
 
+/// The response of a platform of an older release to a request for a quote.
+fn no_quote() -> Reply {
+    Reply::Json(404, problem(404, "not_found", "No such route."))
+}
+
+/// Arguments of a provision that needs no terminal.
+const PROVISION: [&str; 6] = ["provision", "user_1", "--handle", "ada", "--confirm-cost", "--confirm-opt-in"];
+
 fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 #[tokio::test]
 async fn lost_reply_is_retried_with_the_same_idempotency_key() {
-    let platform =
-        Platform::start([Reply::Lost, Reply::Json(503, problem(503, "store_unavailable", "…")), accepted()])
-            .await;
-    let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
+    let platform = Platform::start([
+        no_quote(),
+        Reply::Lost,
+        Reply::Json(503, problem(503, "store_unavailable", "…")),
+        accepted(),
+    ])
+    .await;
+    let output = platform.svcctl(&PROVISION).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    let seen = platform.seen();
+    let seen = platform.seen().split_off(1);
     assert_eq!(seen.len(), 3);
     let key = seen[0].header("idempotency-key").unwrap();
     for request in &seen {
@@ -175,13 +188,14 @@ async fn wait_shows_each_step_once_and_ends_with_the_record() {
     let at_work = operation("provision", "running", &["fence"]);
     let done = operation("provision", "succeeded", &["fence", "create_server"]);
     let platform = Platform::start([
+        no_quote(),
         accepted(),
         Reply::Json(200, record("provisioning", Some(at_work.clone()))),
         Reply::Json(200, record("provisioning", Some(at_work))),
         Reply::Json(200, record("running", Some(done))),
     ])
     .await;
-    let output = platform.svcctl(&["provision", "user_1", "--handle", "ada", "--wait", "--json"]).await;
+    let output = platform.svcctl(&[&PROVISION[..], &["--wait", "--json"]].concat()).await;
     let text = stderr(&output);
     assert!(output.status.success(), "{text}");
     assert_eq!(text.matches("  fence  done").count(), 1, "{text}");
@@ -209,6 +223,7 @@ async fn wait_shows_boot_stages_between_steps_and_the_failure() {
     };
     let message = "svc-restore: exit status: 69: the store cannot be reached";
     let platform = Platform::start([
+        no_quote(),
         accepted(),
         machine("provisioning", "running", Value::Null, Value::Null),
         machine("provisioning", "running", stages(&["database", "bundle"]), Value::Null),
@@ -220,7 +235,7 @@ async fn wait_shows_boot_stages_between_steps_and_the_failure() {
         ),
     ])
     .await;
-    let output = platform.svcctl(&["provision", "user_1", "--handle", "ada", "--wait"]).await;
+    let output = platform.svcctl(&[&PROVISION[..], &["--wait"]].concat()).await;
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(69), "{text}");
     for line in
@@ -411,7 +426,7 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
         (500, "internal", 70),
     ] {
         let platform = Platform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
-        let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
+        let output = platform.svcctl(&["slot", "set", "user_1", "--plan", "max"]).await;
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(exit), "{code}: {text}");
         for part in ["That is why.", code, "req-7", "next:"] {

@@ -427,6 +427,7 @@ mod tests {
             created_at: "2026-01-01T00:00:00.000Z".to_owned(),
             expires_at: expires_at.to_owned(),
             trusted_keys: None,
+            removes: Vec::new(),
         };
         let text = manifest.text().unwrap();
         let beside = |suffix: &str| dir.path().join(format!("{BUNDLE_FILE}{suffix}"));

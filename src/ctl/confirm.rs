@@ -11,11 +11,20 @@ use svc_base::applet::{Exit, Failure};
 /// # Errors
 /// [`Exit::Usage`] without a terminal.
 pub fn is_required(what: &str, said_yes: bool) -> Result<bool, Failure> {
-    if said_yes {
+    is_required_without(what, if said_yes { &[] } else { &["--yes"] })
+}
+
+/// Whether the operator must confirm what these missing options would: not if none is missing.
+///
+/// # Errors
+/// [`Exit::Usage`] without a terminal.
+pub fn is_required_without(what: &str, missing: &[&str]) -> Result<bool, Failure> {
+    if missing.is_empty() {
         return Ok(false);
     }
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
-        let error = anyhow!("{what}\n  next: there is no terminal to confirm on; add --yes to confirm");
+        let options = missing.join(" and ");
+        let error = anyhow!("{what}\n  next: there is no terminal to confirm on; add {options} to confirm");
         return Err(Failure::new(Exit::Usage, error));
     }
     Ok(true)

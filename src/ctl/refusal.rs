@@ -247,6 +247,13 @@ fn advice(code: &str) -> Option<&'static str> {
         }
         "idempotency_mismatch" => "run the command again: each run uses a new key",
         "preview_limit_reached" => "delete a preview machine first",
+        "server_limit_reached" => {
+            "raise the project's limit at the provider and PROVIDER_SERVER_LIMIT, or delete unused servers; \
+             `svcctl fleet` shows the alarm"
+        }
+        "price_changed" | "confirmation_required" => {
+            "run `svcctl provision` again: it shows the current cost and asks for the confirmations"
+        }
         "disk_too_small" => {
             "choose a server type with a larger disk: `svcctl recover <user> --server-type <type>`; `svcctl provision` \
              has `--server-type`, too"
@@ -369,8 +376,8 @@ mod tests {
         assert!(read(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
         let message = read(r#""machineStatus":"failed","allowed":["failed"]"#);
         assert!(message.contains("svcctl recover") && !message.contains("It is failed"), "{message}");
-        let under_way = read(r#""machineStatus":"recovering","operationId":"o-1""#);
-        assert!(under_way.contains("svcctl operation abandon"), "{under_way}");
+        let in_progress = read(r#""machineStatus":"recovering","operationId":"o-1""#);
+        assert!(in_progress.contains("svcctl operation abandon"), "{in_progress}");
         let named = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
         let named = ApiProblem::read(StatusCode::CONFLICT, named, None).to_string();
         assert!(!named.contains("next:"), "{named}");

@@ -133,11 +133,11 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
 
 /// The activity of a machine during an operation, or else its state.
 fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
-    let under_way = operation.filter(|operation| operation.is_under_way());
+    let in_progress = operation.filter(|operation| operation.is_in_progress());
     let is_coming_back = machine.failure.as_ref().is_some_and(failure::is_reinstating)
         && machine.state_word() == "failed"
-        && operation.is_none_or(Operation::is_under_way);
-    match under_way.map(|operation| operation.kind.as_str()) {
+        && operation.is_none_or(Operation::is_in_progress);
+    match in_progress.map(|operation| operation.kind.as_str()) {
         Some("power_off") => "is being powered off".to_owned(),
         Some("power_on") => "is being powered on".to_owned(),
         Some("reboot") => "is being restarted".to_owned(),

@@ -78,6 +78,13 @@ codes! {
     SnapshotUnusable CONFLICT "snapshot_unusable" "There is no usable snapshot"
         "There is no complete, verified snapshot, or none with that key. See [No usable \
          snapshot](#no-usable-snapshot)."
+    ServerLimitReached CONFLICT "server_limit_reached" "The provider's project has no room for one more server"
+        "Raise the project's limit at the provider, and `PROVIDER_SERVER_LIMIT`; or delete unused servers. Nothing was \
+         created."
+    ConfirmationRequired PRECONDITION_REQUIRED "confirmation_required" "A new customer must be confirmed"
+        "Send `confirmedMonthlyCost` and `confirmedOptIn`; `svcctl provision` asks for both."
+    PriceChanged CONFLICT "price_changed" "The monthly cost is not the confirmed one"
+        "`monthlyCost` is the current one: confirm it, then send the request again. Nothing was created."
     Conflict CONFLICT "conflict" "Conflict with the stored state"
         "Check the stored state, then send the request again; if `retryable` is set, send it again \
          without a check."

@@ -42,10 +42,12 @@ pub enum Alarm {
     UnverifiedFence,
     /// Hosts send tokens that were made with no current platform key.
     HostTokensRefused,
+    /// The verification of a release has paused its rollout.
+    RolloutHalted,
 }
 
 impl Alarm {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::ServersMissing,
         Self::UnknownServers,
         Self::ProviderUnauthorized,
@@ -55,6 +57,7 @@ impl Alarm {
         Self::DatabaseBehindStore,
         Self::UnverifiedFence,
         Self::HostTokensRefused,
+        Self::RolloutHalted,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -68,6 +71,7 @@ impl Alarm {
             Self::DatabaseBehindStore => "database_behind_store",
             Self::UnverifiedFence => "unverified_fence",
             Self::HostTokensRefused => "host_tokens_refused",
+            Self::RolloutHalted => "rollout_halted",
         }
     }
 
@@ -85,9 +89,10 @@ impl Alarm {
     }
 
     /// When an alarm that is not a fuse ends.
-    pub fn end(self) -> &'static str {
+    pub fn ends_when(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
+            Self::RolloutHalted => "when an operator resumes or aborts the rollout",
             _ => "automatically, a few minutes after its cause is gone",
         }
     }
@@ -126,6 +131,10 @@ impl Alarm {
                 "these hosts send tokens that PLATFORM_KEY did not make: recover none of them before `svcctl doctor \
                  platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
+            Self::RolloutHalted => {
+                "`svcctl deploy status` shows what the verification found. Correct the cause, then `svcctl deploy resume` \
+                 verifies again; or `svcctl deploy abort`, and on the updated machines `svc-update rollback`"
+            }
         }
     }
 
@@ -151,7 +160,7 @@ impl std::str::FromStr for Alarm {
 }
 
 /// Raises an alarm that expires unless it is raised again. An error is logged, because the caller's work matters more.
-pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
+pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
         let lifetime = AlarmLifetime::For(alarm.ttl());
@@ -174,7 +183,19 @@ pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
 /// Raises the alarm for a provider error that concerns the account.
 pub async fn raise_for_provider_error(platform: &Platform, error: &ProviderError) {
     if let Some(alarm) = Alarm::of_provider(error) {
-        inform(platform, alarm, &json!({})).await;
+        raise_or_log(platform, alarm, &json!({})).await;
+    }
+}
+
+/// Ends the alarm about the project's limit: the provider has accepted an order. An error is logged, because the alarm
+/// expires anyway.
+pub async fn end_provider_limit(platform: &Platform) {
+    let cleared = async {
+        let session = platform.db.session().await?;
+        alarms::clear(&session, Alarm::ProviderLimit.as_str()).await
+    };
+    if let Err(error) = cleared.await {
+        tracing::warn!(error = %chain(&error), "cannot end an alarm");
     }
 }
 
@@ -236,7 +257,7 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
 }
 
 /// Maximum number of missing servers before the fuse trips.
-pub fn limit(live: usize) -> usize {
+pub fn max_missing_servers(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)
 }
@@ -299,7 +320,7 @@ mod tests {
     #[test]
     fn limit_is_four_or_two_percent() {
         for (live, expected) in [(0, 4), (6, 4), (249, 4), (250, 5), (10_000, 200)] {
-            assert_eq!(limit(live), expected, "{live}");
+            assert_eq!(max_missing_servers(live), expected, "{live}");
         }
     }
 

@@ -67,6 +67,10 @@ pub struct TlsFiles {
 pub struct Provisioning {
     pub enabled: Flag,
     pub billing_enforcement: Flag,
+    /// Whether a provision that adds a customer needs the confirmations.
+    pub confirmation: Flag,
+    /// The environment's name, for people.
+    pub environment: Option<String>,
     pub image_version: ImageVersion,
     pub server_type: ServerType,
     pub location: Location,
@@ -79,6 +83,10 @@ pub struct Provisioning {
 pub struct ProviderConfig {
     pub api_url: Url,
     pub token: SecretString,
+    /// The project's name, for people.
+    pub project: Option<String>,
+    /// The project's limit of servers.
+    pub server_limit: Option<u64>,
     pub image: String,
     /// How long a create request without a response may still produce a server.
     pub ambiguous_wait: Duration,
@@ -86,6 +94,9 @@ pub struct ProviderConfig {
 
 /// Minimum length of `PLATFORM_SECRET`, which has every scope and must be unguessable.
 pub const MIN_SECRET_CHARS: usize = 32;
+
+/// Maximum length of the names of environment and project.
+const MAX_NAME_CHARS: usize = 64;
 
 /// Maximum fallback locations per machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
@@ -306,6 +317,8 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
 fn provisioning(env: &mut Env) -> Option<Provisioning> {
     let enabled = env.flag(&vars::CUSTOMER_VPS_ENABLED);
     let billing_enforcement = env.flag(&vars::BILLING_ENFORCEMENT);
+    let confirmation = env.flag(&vars::PROVISION_CONFIRMATION);
+    let environment = short_name(env, &vars::PLATFORM_ENVIRONMENT);
     let image_version = env.required(&vars::CUSTOMER_VPS_IMAGE_VERSION);
     let server_type = named(env, &vars::PROVIDER_SERVER_TYPE);
     let location = named(env, &vars::PROVIDER_LOCATION);
@@ -316,6 +329,8 @@ fn provisioning(env: &mut Env) -> Option<Provisioning> {
     Some(Provisioning {
         enabled,
         billing_enforcement,
+        confirmation,
+        environment,
         image_version: image_version?,
         server_type: server_type?,
         location: location?,
@@ -353,9 +368,21 @@ fn provider(env: &mut Env) -> Option<ProviderConfig> {
         false => Some(vars::PROVIDER_API_URL.default_value()),
     };
     let token = env.required_secret(&vars::PROVIDER_API_TOKEN);
+    let project = short_name(env, &vars::PROVIDER_PROJECT);
+    let server_limit = env.optional(&vars::PROVIDER_SERVER_LIMIT);
     let image = env.or_default(&vars::PROVIDER_IMAGE);
     let ambiguous_wait = seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
-    Some(ProviderConfig { api_url: api_url?, token: token?, image, ambiguous_wait })
+    Some(ProviderConfig { api_url: api_url?, token: token?, project, server_limit, image, ambiguous_wait })
+}
+
+/// A name that is shown to operators in one line.
+fn short_name(env: &mut Env, variable: &Variable) -> Option<String> {
+    let name = env.text(variable)?;
+    if name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) {
+        env.mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, in one line"));
+        return None;
+    }
+    Some(name)
 }
 
 #[cfg(test)]

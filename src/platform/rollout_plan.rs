@@ -1,9 +1,10 @@
 //! The next step of a rollout, pure: maps the state of its machines to effects.
 //!
 //! Reads no clock and no database. The invariants: at most one batch is updated at a time, the canary first and
-//! separately; a batch starts only when every machine of the previous one has ended; no update is requested after the
-//! canary failed or the maximum of failures is reached; and a machine whose update was requested ends by its host's
-//! report, its own end, or a timeout.
+//! separately; a batch starts only when every machine of the previous one has ended; once a machine has the release, no
+//! further update is requested before the release is verified; no update is requested after the canary failed or the
+//! maximum of failures is reached; and a machine whose update was requested ends by its host's report, its own end, or a
+//! timeout.
 
 use svc_machine::id::MachineId;
 use svc_wire::rollout::MemberState;
@@ -32,17 +33,42 @@ pub enum RolloutPace {
     Halted,
 }
 
+/// The verification of the release on the machines that got it first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verification {
+    /// Not required, or passed.
+    Settled,
+    Due,
+    /// A process makes it now.
+    Running,
+}
+
 /// A change to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    End { machine: MachineId, state: MemberState, error: Option<String> },
-    RequestUpdate { machine: MachineId },
-    Stop { why: String },
+    End {
+        machine: MachineId,
+        state: MemberState,
+        error: Option<String>,
+    },
+    RequestUpdate {
+        machine: MachineId,
+    },
+    /// Verify the release on the machines that have it.
+    Verify,
+    Stop {
+        why: String,
+    },
     Succeed,
 }
 
 /// The effects that are due now.
-pub fn next(pace: RolloutPace, max_failures: usize, members: &[Member]) -> Vec<Effect> {
+pub fn next(
+    pace: RolloutPace,
+    max_failures: usize,
+    verification: Verification,
+    members: &[Member],
+) -> Vec<Effect> {
     let mut effects = Vec::new();
     let mut states: Vec<(i32, MemberState)> = Vec::new();
     for member in members {
@@ -66,6 +92,11 @@ pub fn next(pace: RolloutPace, max_failures: usize, members: &[Member]) -> Vec<E
         return effects;
     }
     if states.iter().any(|(_, state)| *state == MemberState::Requested) {
+        return effects;
+    }
+    let is_running_it = states.iter().any(|(_, state)| *state == MemberState::Updated);
+    if is_running_it && verification != Verification::Settled {
+        effects.extend((verification == Verification::Due).then_some(Effect::Verify));
         return effects;
     }
     let next =
@@ -172,16 +203,23 @@ mod tests {
             (canary, size, max_failures) in (0_usize..4, 1_usize..6, 1_usize..4),
             order in proptest::collection::vec(any::<prop::sample::Index>(), 400),
             pauses in proptest::collection::vec(any::<bool>(), 400),
+            is_verified in any::<bool>(),
         ) {
             let mut members: Vec<Member> = batches(hosts.len(), canary, size)
                 .zip(&hosts)
                 .map(|(batch, host)| member(batch, *host))
                 .collect();
             let mut ended = None;
+            let mut verification = if is_verified { Verification::Due } else { Verification::Settled };
+            let mut verifications = 0;
             for (which, paused) in order.iter().zip(pauses) {
                 let pace = if paused { RolloutPace::Halted } else { RolloutPace::Running };
                 let before = members.clone();
-                for effect in next(pace, max_failures, &members) {
+                // It takes one step.
+                if verification == Verification::Running {
+                    verification = Verification::Settled;
+                }
+                for effect in next(pace, max_failures, verification, &members) {
                     let of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
                     match effect {
                         Effect::End { machine, state, error } => {
@@ -195,7 +233,15 @@ mod tests {
                             prop_assert_eq!(pace, RolloutPace::Running);
                             let at = of(machine);
                             prop_assert_eq!(before[at].state, MemberState::Waiting);
+                            let has_release = before.iter().any(|member| member.state == MemberState::Updated);
+                            prop_assert!(!has_release || verification == Verification::Settled);
                             members[at].state = MemberState::Requested;
+                        }
+                        Effect::Verify => {
+                            prop_assert_eq!((pace, verification), (RolloutPace::Running, Verification::Due));
+                            prop_assert!(members.iter().any(|member| member.state == MemberState::Updated));
+                            verification = Verification::Running;
+                            verifications += 1;
                         }
                         Effect::Stop { .. } | Effect::Succeed => {
                             prop_assert_eq!(pace, RolloutPace::Running);
@@ -225,6 +271,8 @@ mod tests {
             let failed = members.iter().filter(|member| member.state == MemberState::Failed).count();
             match ended {
                 Some(Effect::Succeed) => {
+                    let has_release = members.iter().any(|member| member.state == MemberState::Updated);
+                    prop_assert_eq!(verifications, usize::from(is_verified && has_release));
                     prop_assert!(failed < max_failures);
                     prop_assert!(members.iter().all(|member| !matches!(member.state, MemberState::Waiting | MemberState::Requested)));
                     for (member, host) in members.iter().zip(&hosts) {

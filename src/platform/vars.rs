@@ -120,6 +120,11 @@ svc_base::variables! {
         SVC_POSTGRES_IMAGE: "name of an image" = derived "`docker.io/library/postgres:16`";
         /// Provisioning needs a subscription.
         BILLING_ENFORCEMENT: "flag" = "true";
+        /// A provision that adds a customer must confirm the monthly cost and the customer's consent
+        /// (`confirmedMonthlyCost`, `confirmedOptIn`). `svcctl provision` always sends both.
+        PROVISION_CONFIRMATION: "flag" = "false";
+        /// Name of this environment, such as `production`. `svcctl provision` shows it before it changes anything.
+        PLATFORM_ENVIRONMENT: "text of at most 64 characters" = unset;
         /// Maximum preview machines of one owner.
         PREVIEW_MAX_PER_OWNER: "number" = "8";
         /// Age at which a preview machine is deleted.
@@ -135,6 +140,12 @@ svc_base::variables! {
         PROVIDER_API_TOKEN: "text" = required;
         /// The provider's API.
         PROVIDER_API_URL: "URL" = "https://api.hetzner.cloud/v1";
+        /// Name of the provider's project that the token belongs to, which the provider's API does not report.
+        /// `svcctl provision` shows it.
+        PROVIDER_PROJECT: "text of at most 64 characters" = unset;
+        /// The project's limit of servers, which the provider's API does not report. A provision that would exceed
+        /// it is refused.
+        PROVIDER_SERVER_LIMIT: "number" = unset;
         /// Type of a machine if the request names none.
         PROVIDER_SERVER_TYPE: "server type" = "cpx22";
         /// Where servers are created.

@@ -6,12 +6,14 @@
 mod allowance;
 mod error;
 pub mod hetzner;
+mod price;
 mod server;
 
 use async_trait::async_trait;
 
 pub use self::allowance::{Allowance, BudgetGrant, ObservedBudget};
 pub use self::error::{Cause, ErrorKind, ProviderError};
+pub use self::price::{Amount, ServerPrices};
 pub use self::server::{
     Action, ActionId, ActionStatus, Created, Deleted, Server, ServerId, ServerOrder, ServerStatus,
     ServerTypeInfo,
@@ -60,4 +62,10 @@ pub trait Provider: Send + Sync {
 
     /// The provider's data about this server type, or `None`.
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
+
+    /// The prices of servers of this type.
+    async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
+
+    /// The number of servers in the account's project, of this installation or not.
+    async fn count_servers(&self) -> Result<u64, ProviderError>;
 }

@@ -76,6 +76,9 @@ pub struct Manifest {
     /// The keys that hosts trust once they are healthy on this release; `None` for no change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<KeySet>,
+    /// Parts of earlier releases that this one removes on purpose: their names in `release.json`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub removes: Vec<String>,
 }
 
 /// The reason why a bundle is not trusted.

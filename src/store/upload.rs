@@ -95,16 +95,16 @@ impl Upload {
     }
 
     /// Maximum size of the next [`Self::push`] in bytes.
-    pub fn room(&self) -> usize {
+    pub fn part_space(&self) -> usize {
         self.parts.size - self.filled
     }
 
-    /// Adds at most [`Self::room`] bytes; waits while the parts in flight use the memory budget.
+    /// Adds at most [`Self::part_space`] bytes; waits while the parts in flight use the memory budget.
     ///
     /// # Errors
     /// [`UploadError`] of this part or an earlier one.
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
-        debug_assert!(chunk.len() <= self.room(), "a chunk must fit into the current part");
+        debug_assert!(chunk.len() <= self.part_space(), "a chunk must fit into the current part");
         self.filled += chunk.len();
         self.filling.push(chunk);
         if self.filled == self.parts.size {
@@ -199,7 +199,7 @@ mod tests {
         let content: Bytes = (0..12 * MIB).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into();
         let mut rest = content.clone();
         while !rest.is_empty() {
-            let size = upload.room().min(rest.len()).min(300_000);
+            let size = upload.part_space().min(rest.len()).min(300_000);
             upload.push(rest.split_to(size)).await.unwrap();
         }
         upload.flush().await.unwrap();

@@ -48,8 +48,36 @@ pub struct Fleet {
     pub overdue_operations_total: u64,
     #[serde(default)]
     pub alarms: Vec<Alarm>,
+    /// Older platforms omit it.
+    #[serde(default)]
+    #[schemars(with = "Exercises")]
+    pub exercises: Option<Exercises>,
     #[serde(default)]
     pub as_of: Time,
+}
+
+/// When recovery and rollback were last exercised on a test slot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Exercises {
+    #[serde(default)]
+    pub recovery: Exercise,
+    #[serde(default)]
+    pub rollback: Exercise,
+}
+
+/// The last success of an exercise.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct Exercise {
+    /// `null` if it never succeeded.
+    pub last_at: Option<Time>,
+    pub machine_id: Option<Text<MachineId>>,
+    /// Whether the last success is recent enough.
+    #[serde(default)]
+    pub is_current: bool,
 }
 
 /// Number of machines.

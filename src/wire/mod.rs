@@ -18,6 +18,7 @@ pub mod machine;
 pub mod operation;
 pub mod operator;
 pub mod pointer;
+pub mod quote;
 pub mod registration;
 pub mod rollout;
 mod secret;

@@ -100,7 +100,7 @@ impl Operation {
         self.question.as_ref().filter(|_| self.state.is(OperationState::Waiting))
     }
 
-    pub fn is_under_way(&self) -> bool {
+    pub fn is_in_progress(&self) -> bool {
         self.state.is(OperationState::Running) || self.state.is(OperationState::Waiting)
     }
 }

@@ -62,8 +62,47 @@ pub struct RolloutSummary {
     #[serde(default)]
     pub updated_at: Time,
     pub ended_at: Option<Time>,
+    /// Whether the release is verified on the machines that get it first, before the others get it.
+    #[serde(default)]
+    pub verify: bool,
+    /// The result of the last verification. Older platforms omit it.
+    #[serde(default)]
+    pub verification: Option<RolloutVerification>,
     #[serde(default = "unknown")]
     pub request_id: String,
+}
+
+/// The verification of a release on the machines that got it first.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct RolloutVerification {
+    #[serde(default)]
+    pub at: Time,
+    pub passed: bool,
+    /// The machines.
+    #[serde(default)]
+    pub handles: Vec<Text<Handle>>,
+    /// The problems.
+    #[serde(default)]
+    pub findings: Vec<RolloutFinding>,
+}
+
+/// A problem that the verification found.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct RolloutFinding {
+    #[serde(default)]
+    pub machine_id: Text<MachineId>,
+    #[serde(default)]
+    pub handle: Text<Handle>,
+    /// The name of the check.
+    #[serde(default = "unknown")]
+    pub check: String,
+    #[serde(default = "unknown")]
+    pub what: String,
+    pub next: Option<String>,
 }
 
 /// A rollout with its machines.
@@ -144,6 +183,11 @@ impl RolloutTotals {
 }
 
 impl RolloutSummary {
+    /// Whether it waits for an operator because of what the verification found.
+    pub fn is_halted(&self) -> bool {
+        self.state.is(RolloutState::Paused) && self.verification.as_ref().is_some_and(|last| !last.passed)
+    }
+
     pub fn has_ended(&self) -> bool {
         !(self.state.is(RolloutState::Running) || self.state.is(RolloutState::Paused))
     }

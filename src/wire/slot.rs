@@ -22,6 +22,9 @@ pub struct Subscription {
     pub plan: Text<Plan>,
     pub status: Text<SubscriptionStatus>,
     pub current_period_end: Option<Time>,
+    /// Whether the slot is not a customer's: its recoveries and rollbacks count as exercises. Older platforms omit it.
+    #[serde(default)]
+    pub test: bool,
 }
 
 /// A page of the subscriptions of slots, by user and slot.

@@ -37,13 +37,10 @@ async fn options_and_decisions_reach_the_platform() {
     // Fields without an allowance are omitted, because platforms of an earlier release refuse unknown fields.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
-    let (_, body) = sent(
-        &["provision", "user_1", "--handle", "ada", "--accept-loss", "--allow-empty", "--yes"],
-        vec![accepted()],
-    )
-    .await;
+    let options = ["--accept-loss", "--allow-empty", "--yes"];
+    let (_, body) = sent(&[&PROVISION[..], &options].concat(), vec![no_quote(), accepted()]).await;
     assert_eq!((&body["acceptLoss"], &body["allowEmpty"]), (&json!(true), &json!(true)));
-    let (_, body) = sent(&["provision", "user_1", "--handle", "ada"], vec![accepted()]).await;
+    let (_, body) = sent(&PROVISION, vec![no_quote(), accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"}));
     let delete = ["delete", MACHINE, "--yes", "--now", "--accept-loss"];
     let (line, _) = sent(&delete, vec![record(), accepted()]).await;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kit::bundle::{self, Manifest, SigningKey};
 use kit::s3::{Fault, Rule};
-use kit::story::{RouterTransport, Stack};
+use kit::story::{CONFIRMED, RouterTransport, Stack};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -70,9 +70,9 @@ impl Fleet {
         let svcctl = async |args: &[&str]| stack.svcctl(args).await.unwrap().success().unwrap();
         svcctl(&["slot", "set", "user_story", "--plan", "starter"]).await;
         let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
-        let out = built.dir.to_str().unwrap();
-        svcctl(&["bundle", "publish", out, "--image-version", "story-1"]).await;
-        let run = svcctl(&["--json", "provision", "user_story", "--handle", "ada", "--wait=200"]).await;
+        svcctl(&["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
+        let provision = ["--json", "provision", "user_story", "--handle", "ada", "--wait=200"];
+        let run = svcctl(&[&provision[..], &CONFIRMED].concat()).await;
         let machine: Value = run.json().unwrap();
         let server = format!("svc-{}", machine["machineId"].as_str().unwrap());
         let disk = stack.provider.disk(&server).unwrap();
@@ -128,6 +128,7 @@ impl Fleet {
             created_at: "2026-01-01T00:00:00.000Z".to_owned(),
             expires_at: expires_at.to_owned(),
             trusted_keys: None,
+            removes: Vec::new(),
         };
         let manifest = manifest.text().unwrap();
         store.write(kit::story::BUCKET, &object(".json.sig"), key.signature_line(manifest.as_bytes()));

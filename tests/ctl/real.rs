@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use kit::bundle;
-use kit::story::{RouterTransport, Stack};
+use kit::story::{CONFIRMED, RouterTransport, Stack};
 use serde_json::Value;
 
 struct Operator(Stack);
@@ -57,7 +57,21 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     );
     assert_contains(&operator.run(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
 
-    let printed = operator.run(0, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    // Neither cost nor consent is assumed: without a terminal, both options are needed, and the cost is shown.
+    let printed = operator.run(64, &["provision", "user_1", "--handle", "ada", "--confirm-cost"]).await;
+    assert_contains(&printed, &["10.1031 EUR a month (cpx22 in nbg1)", "add --confirm-opt-in"]);
+    let printed = operator.run(0, &["provision", "user_1", "--handle", "ada", "--dry-run"]).await;
+    assert_contains(
+        &printed,
+        &["user_1/primary", "builder, active", "10.1031 EUR a month", "0 servers", "never"],
+    );
+    assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
+    let provision = ["provision", "user_1", "--handle", "ada", "--wait=200"];
+    let printed = operator.run(0, &[&provision[..], &CONFIRMED].concat()).await;
+    assert_contains(&printed, &["warning: a recovery was not exercised on a test slot"]);
+    let audit = operator.json(&["audit", "--action", "provision"]).await;
+    let confirmed = &audit["entries"][0]["after"]["confirmed"];
+    assert_eq!(*confirmed, serde_json::json!({"monthlyCost": "10.1031 EUR", "optIn": true}), "{audit}");
     let stages =
         ["database", "bundle", "restore", "gateway", "register"].map(|stage| format!("boot: {stage}"));
     let at: Vec<_> = stages
@@ -161,7 +175,8 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
     operator.run(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
     let broken = [("FAILPOINTS", "restore.begin=return(error)")];
     operator.0.provider.set_next_server_env(&broken).unwrap();
-    let printed = operator.run(69, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    let provision = ["provision", "user_1", "--handle", "ada", "--wait=200"];
+    let printed = operator.run(69, &[&provision[..], &CONFIRMED].concat()).await;
     assert_contains(
         &printed,
         &["boot: restore", "boot_reported at restore", "injected failure at restore.begin", "next: "],

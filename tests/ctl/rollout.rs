@@ -133,6 +133,49 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     fleet.stack.stop().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn rollout_waits_for_an_operator_when_its_release_fails_the_checks() {
+    let fleet = Fleet::start().await;
+    // A release without a shell.
+    kit::story::publish_signed(&fleet.stack, "story-2", fleet.stack.svc.clone()).await.unwrap();
+    let svcctl = async |code: i32, args: &[&str]| {
+        let run = fleet.stack.svcctl(args).await.unwrap();
+        let text = format!("{}{}", run.stderr, run.stdout);
+        assert_eq!(run.code, Some(code), "{args:?}: {text}");
+        text
+    };
+    let contains = |text: &str, parts: &[&str]| {
+        for part in parts {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+    };
+    let text = svcctl(75, &["deploy", "start", "story-2", "--yes", "--wait=200"]).await;
+    contains(
+        &text,
+        &["waits for your decision: the verification failed: ada: shell: ", "`svcctl deploy resume`"],
+    );
+    let text = svcctl(0, &["deploy", "status"]).await;
+    contains(
+        &text,
+        &["paused (the verification failed", "failed", "on ada", "ada: shell: the page returned 503"],
+    );
+    assert!(!text.contains("icons"), "the other checks pass: {text}");
+    contains(&svcctl(0, &["fleet"]).await, &["alarm: rollout_halted", "story-2", "svcctl deploy abort"]);
+
+    let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
+    shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
+    svcctl(0, &["deploy", "resume"]).await;
+    let text = svcctl(75, &["deploy", "status", "--wait=100"]).await;
+    contains(&text, &["ada: legacy-canvas: /assets/vendor.js names api/canvas"]);
+
+    shell.serve(&[]).await;
+    svcctl(0, &["deploy", "resume"]).await;
+    let text = svcctl(0, &["deploy", "status", "--wait=100"]).await;
+    contains(&text, &["succeeded", "passed", "on ada"]);
+    assert!(!svcctl(0, &["fleet"]).await.contains("alarm:"));
+    fleet.stack.stop().await;
+}
+
 async fn here_and_outside(fleet: &Fleet, check: &str, part: &str) {
     fleet.verify_here(&[]).await.expect(check, "problem", part);
     fleet.verify_outside(&fleet.stack.owner()).await.expect(check, "problem", part);

@@ -8,7 +8,7 @@ use tokio::io::AsyncWriteExt;
 use super::*;
 
 /// Runs `svcctl` with a terminal as all of its standard streams; its output is `stdout`.
-async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&str, &str)]) -> Output {
+pub async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&str, &str)]) -> Output {
     const RUN: &str = "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))";
     let mut command = Command::new("python3");
     command.args(["-c", RUN, env!("CARGO_BIN_EXE_svc"), "svcctl"]).args(args).env_clear();
@@ -26,12 +26,12 @@ async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&s
 
 /// Asserts that the platform was read, and nothing else.
 #[track_caller]
-fn assert_only_reads(platform: &Platform) {
+pub fn assert_only_reads(platform: &Platform) {
     let seen = platform.seen();
     assert!(!seen.is_empty() && seen.iter().all(|request| request.line.starts_with("GET ")), "{seen:?}");
 }
 
-fn printed(output: &Output) -> String {
+pub fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 

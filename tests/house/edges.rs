@@ -42,15 +42,16 @@ const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 
 /// The packages of the product, each with those that it may depend on.
-const PACKAGES: [(&str, &[&str]); 9] = [
+const PACKAGES: [(&str, &[&str]); 10] = [
     ("base", &["machine"]),
-    ("ctl", &["base", "http", "machine", "store", "wire"]),
+    ("ctl", &["base", "http", "machine", "store", "verify", "wire"]),
     ("host", &["base", "http", "machine", "store", "wire"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),
-    ("platform", &["base", "http", "machine", "provider", "store", "wire"]),
+    ("platform", &["base", "http", "machine", "provider", "store", "verify", "wire"]),
     ("provider", &["base", "http", "machine"]),
     ("store", &["base", "http", "machine"]),
+    ("verify", &["base", "http"]),
     ("wire", &["base", "machine"]),
 ];
 

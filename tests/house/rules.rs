@@ -122,8 +122,8 @@ const TOP: [&str; 15] = [
     "tests",
     "xtask",
 ];
-const SOURCES: [&str; 9] =
-    ["base", "ctl", "host", "http", "machine", "platform", "provider", "store", "wire"];
+const SOURCES: [&str; 10] =
+    ["base", "ctl", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
 
 pub fn unplanned_folders(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();

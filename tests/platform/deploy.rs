@@ -32,6 +32,7 @@ fn publish(stack: &Stack, version: &str, expires_at: &str) {
         created_at: "2026-01-02T03:04:05.000Z".to_owned(),
         expires_at: expires_at.to_owned(),
         trusted_keys: None,
+        removes: Vec::new(),
     };
     let manifest = manifest.text().unwrap();
     let put = |suffix: &str, content: &str| {
@@ -67,8 +68,9 @@ impl Fleet {
         Self { stack, process, guests }
     }
 
+    /// Starts a rollout without a verification, which hosts that the test plays cannot pass.
     async fn deploy(&self, more: &Value) -> Value {
-        let mut body = json!({"imageVersion": NEXT});
+        let mut body = json!({"imageVersion": NEXT, "verify": false});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         let response = self.stack.post(&self.process, "/vps/deploy", &body).await;
         assert_eq!(response.status, 202, "{response:?}");
@@ -388,4 +390,43 @@ async fn rollout_reports_a_switched_off_machine() {
         "{detail}"
     );
     start("h-user-9").await.assert_problem(404, "machine_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_verification_pauses_the_rollout_until_an_operator_decides() {
+    let fleet = Fleet::of(2, &[]).await;
+    let alarms = async || fleet.stack.get(&fleet.process, "/vps/fleet").await.body["alarms"].clone();
+    let rollout = fleet.deploy(&json!({"canary": 1, "verify": true})).await;
+    assert_eq!((&rollout["verify"], &rollout["verification"]), (&json!(true), &Value::Null));
+    fleet.wait_until_requested(0).await;
+    // No host listens at its address.
+    fleet.report(0, NEXT, "updated").await;
+    let paused = fleet.until_state(&rollout, "paused").await;
+    let why = paused["why"].as_str().unwrap();
+    assert!(why.starts_with("the verification failed: h-user-0: shell: "), "{why}");
+    let verification = &paused["verification"];
+    assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!(["h-user-0"])));
+    let checks: Vec<_> =
+        verification["findings"].as_array().unwrap().iter().map(|one| &one["check"]).collect();
+    assert_eq!(checks, ["shell", "gateway-health", "bridge-schemas", "legacy-route", "icons"]);
+    let alarm = &alarms().await[0];
+    assert_eq!((&alarm["alarm"], &alarm["detail"]["finding"]), (&json!("rollout_halted"), &paused["why"]));
+    assert!(alarm["next"].as_str().unwrap().contains("svcctl deploy resume"), "{alarm}");
+    assert_eq!(fleet.desired(1).await, "v1", "the release was not verified");
+    let client = fleet.stack.database.connect().await.unwrap();
+    let sql = "SELECT count(*) FROM operator_audit WHERE action = 'deploy.halted' AND target = $1";
+    let id = rollout["rolloutId"].as_str().unwrap();
+    assert_eq!(client.query_one(sql, &[&id]).await.unwrap().get::<_, i64>(0), 1);
+    // A pause keeps the reason.
+    assert_eq!(fleet.post_action(&rollout, "pause").await.body["why"], paused["why"]);
+
+    // It verifies again; the cause has not been corrected.
+    let resumed = fleet.post_action(&rollout, "resume").await.body;
+    assert_eq!((&resumed["state"], &resumed["verification"]), (&json!("running"), &Value::Null));
+    assert_eq!(alarms().await, json!([]));
+    let again = fleet.until_state(&rollout, "paused").await;
+    assert!(again["verification"]["at"].as_str() > verification["at"].as_str(), "{again}");
+    assert_eq!(fleet.desired(1).await, "v1");
+    assert_eq!(fleet.post_action(&rollout, "abort").await.body["state"], "aborted");
+    assert_eq!(alarms().await, json!([]));
 }

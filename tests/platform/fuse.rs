@@ -158,10 +158,16 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
         ("unauthorized", 401, "provider_unauthorized"),
         ("resource_unavailable", 412, "provider_capacity"),
     ] {
-        let refusal = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
-        stack.provider.fault(FaultRule::times(1000, "POST", "/servers", refusal));
+        let fault = |status, code: &str| {
+            let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
+            stack.provider.fault(FaultRule::times(1000, "POST", "/servers", fault));
+        };
+        // Both are accepted before the provider's refusal, which would refuse the second.
+        fault(423, "locked");
         let (one, two) = (format!("{name}_1"), format!("{name}_2"));
         let provisioned = [stack.provision(&process, &one).await, stack.provision(&process, &two).await];
+        stack.provider.clear_faults();
+        fault(status, code);
         let raised = || async { alarm(&fleet(&stack, &process).await, name).cloned() };
         stack.eventually("the alarm is raised", raised).await;
         // Beyond the deadline of operations.

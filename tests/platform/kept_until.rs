@@ -78,7 +78,7 @@ struct Case {
     unsaved: bool,
     discard_ordered: bool,
     abandoned: bool,
-    under_way: bool,
+    in_progress: bool,
     later: Later,
 }
 
@@ -96,7 +96,7 @@ impl Case {
                         unsaved: bit(2),
                         discard_ordered: bit(3),
                         abandoned: bit(4),
-                        under_way: bit(5),
+                        in_progress: bit(5),
                         later,
                     });
                 }
@@ -239,7 +239,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
         if let Some(later) = Columns::of_later(case.later) {
             sql.push_str(&later.insert(Uuid::now_v7(), &slot));
         }
-        if case.under_way {
+        if case.in_progress {
             sql.push_str(&format!(
                 "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
                  VALUES ('{}', '{id}', 'recover', 'running', 'fence');",
@@ -283,7 +283,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
     }
     for (id, n) in &subjects {
         let case = cases[*n];
-        let expected = case.expected() == Until::Over && !case.under_way;
+        let expected = case.expected() == Until::Over && !case.in_progress;
         assert_eq!(removable.contains(id), expected, "{case:?}");
     }
 }

@@ -43,7 +43,7 @@ impl PlannedRequest {
 
 impl World<'_> {
     /// Performs one step, and waits for its response for as long as the step allows.
-    pub async fn act(&mut self, step: &Step) -> Result<()> {
+    pub async fn take_step(&mut self, step: &Step) -> Result<()> {
         match &step.action {
             Action::BackUp { host, stops_after } => {
                 if let Some(host) = self.host(*host) {
@@ -51,7 +51,7 @@ impl World<'_> {
                         (Arc::clone(&self.store), self.ledger.clone(), self.rows.clone());
                     let (stops_after, broken) = (*stops_after, self.broken);
                     self.tally.snapshots += 1;
-                    self.under_way.spawn(async move {
+                    self.tasks.spawn(async move {
                         let server = host.server.clone();
                         let end = host.back_up(store, rows, stops_after, broken).await;
                         ledger.note(format!("{server} backed up: {end}"));
@@ -65,7 +65,7 @@ impl World<'_> {
                     self.rows.lost(&host.machine);
                 }
             }
-            Action::ProviderFails { call, fault, times } => self.provider.fault(*call, *fault, *times),
+            Action::FailProvider { call, fault, times } => self.provider.fault(*call, *fault, *times),
             Action::StoreFails { write, fault, times } => self.store.fault(*write, *fault, *times),
             Action::PointerBreaks { slot, is_lost } => {
                 let (user, slot) = SLOTS[*slot];
@@ -76,8 +76,8 @@ impl World<'_> {
                     self.write(&host).await?;
                 }
             }
-            Action::DatabaseCuts => self.database.cut().await?,
-            Action::DatabaseSaved => self.database.save().await?,
+            Action::CutDatabase => self.database.cut().await?,
+            Action::SaveDatabase => self.database.save().await?,
             Action::DatabaseRestored => self.restore_database().await?,
             Action::Crash { process } => {
                 self.tally.crashes += 1;
@@ -89,7 +89,7 @@ impl World<'_> {
             }
             Action::Stop { process } => {
                 let process = Arc::clone(&self.processes[*process]);
-                self.under_way.spawn(async move { process.stop().await });
+                self.tasks.spawn(async move { process.stop().await });
             }
             Action::Start { process } => {
                 if !self.processes[*process].is_alive() {
@@ -269,7 +269,7 @@ impl World<'_> {
             let (ledger, planned) = (self.ledger.clone(), planned.clone());
             let accepting = lost_prefix.clone().map(|prefix| self.rows.accept(prefix));
             self.tally.requests += 1;
-            self.under_way.spawn(async move {
+            self.tasks.spawn(async move {
                 send(&process, via, &ledger, &planned).await;
                 drop(accepting);
             });
@@ -292,7 +292,7 @@ impl World<'_> {
 
     /// Waits until every request so far has ended.
     async fn wait_for_requests(&mut self) {
-        while self.under_way.join_next().await.is_some() {}
+        while self.tasks.join_next().await.is_some() {}
     }
 
     /// Sends a heartbeat through process `via`; returns its response.
@@ -383,8 +383,8 @@ impl World<'_> {
             let database_state = DatabaseState::at(&self.database.client).await?;
             let live = self.provider.live();
             let has_lost_server = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
-            let under_way = database_state.operations.iter().any(|it| it.state == "running");
-            let is_quiet = !under_way
+            let in_progress = database_state.operations.iter().any(|it| it.state == "running");
+            let is_quiet = !in_progress
                 && !has_leftovers(&database_state, &live, &self.ledger)
                 && !database_state.machines.iter().any(has_lost_server);
             if is_quiet {

@@ -273,8 +273,8 @@ fn live(stack: &Stack) -> Vec<String> {
 async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
         let database_state = DatabaseState::at(database).await.context("read the database state")?;
-        let under_way = database_state.operations.iter().any(|operation| operation.state == "running");
-        if !under_way && !check::has_leftovers(&database_state, &live(&fleet.stack), &fleet.ledger) {
+        let in_progress = database_state.operations.iter().any(|operation| operation.state == "running");
+        if !in_progress && !check::has_leftovers(&database_state, &live(&fleet.stack), &fleet.ledger) {
             return Ok(true);
         }
         times.pass(database, 3, false).await?;

@@ -50,7 +50,7 @@ pub fn always(
         let running = machine.is_running();
         hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
-        hold(!waits || database_state.is_under_way(&machine.machine_id), Violation::Stuck);
+        hold(!waits || database_state.is_in_progress(&machine.machine_id), Violation::Stuck);
         let ended =
             known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine, database_state);
         hold(

@@ -12,8 +12,8 @@ use async_trait::async_trait;
 use secrecy::ExposeSecret;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, ActionStatus, Cause, Created, Deleted, ErrorKind, Provider, ProviderError, Server,
-    ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
+    Action, ActionId, ActionStatus, Amount, Cause, Created, Deleted, ErrorKind, Provider, ProviderError,
+    Server, ServerId, ServerOrder, ServerPrices, ServerStatus, ServerTypeInfo,
 };
 
 use super::plan::{Call, CloudFault};
@@ -24,6 +24,7 @@ const ACTION_DURATION: Duration = Duration::from_millis(15);
 const LATE_DELAY: Duration = Duration::from_millis(120);
 const SLOW_DELAY: Duration = Duration::from_millis(200);
 const MACHINE_LABEL: &str = "svc-machine";
+const LOCATIONS: [&str; 3] = ["nbg1", "hel1", "fsn1"];
 const TYPES: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
 
 /// A server as ordered; the input of a host.
@@ -408,5 +409,19 @@ impl Provider for SharedCloud {
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let info = |disk_gb| ServerTypeInfo { name: name.clone(), cores: 2, memory_gb: 4.0, disk_gb };
         self.0.call_read("get server type", |_| disk_of(name).map(info)).await
+    }
+    async fn prices(&self, _: &ServerType) -> Result<ServerPrices, ProviderError> {
+        let amount = |net_micros| Amount { net_micros, gross_micros: net_micros };
+        let in_every_location = |price| LOCATIONS.map(|name| (name.to_owned(), amount(price))).into();
+        let prices = || ServerPrices {
+            currency: "EUR".to_owned(),
+            servers: in_every_location(8_000_000),
+            public_ipv4: in_every_location(500_000),
+        };
+        self.0.call_read("get prices", |_| prices()).await
+    }
+
+    async fn count_servers(&self) -> Result<u64, ProviderError> {
+        self.0.call_read("count servers", |books| books.servers.len() as u64).await
     }
 }

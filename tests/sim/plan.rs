@@ -72,7 +72,7 @@ pub enum Action {
     ServerVanishes {
         host: usize,
     },
-    ProviderFails {
+    FailProvider {
         call: Call,
         fault: CloudFault,
         times: u8,
@@ -88,9 +88,9 @@ pub enum Action {
         is_lost: bool,
     },
     /// Closes every connection to the database.
-    DatabaseCuts,
+    CutDatabase,
     /// Copies the platform's database for a later restore.
-    DatabaseSaved,
+    SaveDatabase,
     /// Stops the platform, replaces its database by the copy, and starts it again.
     DatabaseRestored,
     Crash {
@@ -204,7 +204,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
     if rng.percent(10) {
         let saved = SLOTS.len() + rng.below(length / 2);
         let restored = saved + 1 + rng.below(length - saved);
-        for (at, action) in [(saved, Action::DatabaseSaved), (restored, Action::DatabaseRestored)] {
+        for (at, action) in [(saved, Action::SaveDatabase), (restored, Action::DatabaseRestored)] {
             let step = step(&mut rng, action);
             steps.insert(at.min(steps.len()), step);
         }
@@ -314,7 +314,7 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
             fault: rng.pick(&[StoreFault::Unavailable, StoreFault::LostReply, StoreFault::Slow]),
             times: 1 + rng.below(3) as u8,
         },
-        13 => Action::DatabaseCuts,
+        13 => Action::CutDatabase,
         14 => Action::Crash { process },
         15 => {
             use Moment::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
@@ -349,7 +349,7 @@ fn provider_fails(rng: &mut Rng) -> Action {
         Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
         Call::Act => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
     };
-    Action::ProviderFails { call, fault, times: 1 + rng.below(3) as u8 }
+    Action::FailProvider { call, fault, times: 1 + rng.below(3) as u8 }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, Created, Deleted, Provider, ProviderError, Server, ServerId, ServerOrder,
+    Action, ActionId, Created, Deleted, Provider, ProviderError, Server, ServerId, ServerOrder, ServerPrices,
     ServerTypeInfo,
 };
 
@@ -78,5 +78,12 @@ impl Provider for ProcessProvider {
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         self.call(self.provider.server_type(name)).await
+    }
+    async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
+        self.call(self.provider.prices(name)).await
+    }
+
+    async fn count_servers(&self) -> Result<u64, ProviderError> {
+        self.call(self.provider.count_servers()).await
     }
 }

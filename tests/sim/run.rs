@@ -46,7 +46,7 @@ pub async fn play(
     let mut world = World::new(database, provider, objects, broken).await?;
     for (number, step) in steps.iter().enumerate() {
         world.ledger.note(format!("{number:>2}. p{} {:?}", step.via, step.action));
-        world.act(step).await?;
+        world.take_step(step).await?;
         let found = world.check_now().await?;
         if !found.is_empty() {
             let log = world.ledger.lines();

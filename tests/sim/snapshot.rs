@@ -88,7 +88,7 @@ impl DatabaseState {
         machine.unsaved_since.is_some() || (machine.deleted_at.is_none() && !is_replaced)
     }
 
-    pub fn is_under_way(&self, machine: &str) -> bool {
+    pub fn is_in_progress(&self, machine: &str) -> bool {
         self.operations.iter().any(|it| it.machine_id == machine && it.state == "running")
     }
 }

@@ -34,7 +34,7 @@ pub struct World<'a> {
     pub rows: Rows,
     pub broken: Option<BrokenRule>,
     /// Background requests and backups.
-    pub under_way: JoinSet<()>,
+    pub tasks: JoinSet<()>,
     memory: Observations,
     hosts: Vec<Host>,
     /// The process whose routes are checked next.
@@ -83,7 +83,7 @@ impl<'a> World<'a> {
             ledger: Ledger::new(),
             rows: Rows::default(),
             broken,
-            under_way: JoinSet::new(),
+            tasks: JoinSet::new(),
             memory: Observations::default(),
             hosts: Vec::new(),
             turn: 0,
@@ -210,7 +210,7 @@ impl<'a> World<'a> {
         for process in &self.processes {
             process.switch.kill();
         }
-        self.under_way.shutdown().await;
+        self.tasks.shutdown().await;
         self.database.cut().await?;
         if self.database.restore().await? {
             self.ledger.record_restore();
@@ -234,7 +234,7 @@ impl<'a> World<'a> {
         for process in &self.processes {
             process.switch.kill();
         }
-        self.under_way.shutdown().await;
+        self.tasks.shutdown().await;
         self.tally
     }
 }

@@ -272,12 +272,35 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
     stage.assert_untouched()?;
+    // A signed manifest that removes only one of them, for every machine.
+    let mut removing = Published::new(NEW, &[])?;
+    removing.manifest.removes = vec!["code-server".to_owned()];
+    removing.serve(&stage.source)?;
+    let refused = stage.apply(NEW).await?.expect(65);
+    assert!(refused.stderr.contains("lacks agents/claude,"), "{}", refused.stderr);
+    Published::new(NEW, &[])?.serve(&stage.source)?;
     // A request of the platform cannot waive it.
     stage.run(&["apply", "--request", "--allow-removal", "code-server"], None).await?.expect(64);
     let apply = ["apply", "--version", NEW, "--allow-removal", "code-server"];
     stage.run(&apply, None).await?.expect(65);
     let apply: Vec<&str> = apply.into_iter().chain(["--allow-removal", "agents/claude"]).collect();
     stage.run(&apply, None).await?.expect(0);
+    stage.assert_running(NEW)
+}
+
+#[tokio::test]
+async fn signed_manifest_removes_a_part_on_every_machine() -> Result<()> {
+    let mut removing = Published::new(NEW, &[])?;
+    removing.manifest.removes = vec!["code-server".to_owned(), "never-installed".to_owned()];
+    let stage = Stage::with(&removing).await?;
+    let current = stage.machine.path("opt/svc/releases").join(OLD);
+    let path = current.join("release.json");
+    let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;
+    let part = serde_json::json!({ "name": "code-server", "version": "1", "path": "runtime/code-server" });
+    release["components"].as_array_mut().context("components")?.push(part);
+    fs::create_dir_all(current.join("runtime/code-server"))?;
+    fs::write(&path, release.to_string())?;
+    stage.apply(NEW).await?.expect(0);
     stage.assert_running(NEW)
 }
 

@@ -65,6 +65,7 @@ impl Published {
             created_at: CREATED_AT.to_owned(),
             expires_at: NEVER.to_owned(),
             trusted_keys: None,
+            removes: Vec::new(),
         };
         Ok(Self { archive, manifest })
     }

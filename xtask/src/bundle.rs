@@ -34,6 +34,11 @@ pub struct Args {
     /// The oldest release that can update to this one
     #[arg(long, value_name = "VERSION")]
     min_version: Option<String>,
+    /// A part of earlier releases that this one removes on purpose, as `release.json` names it, such as code-server;
+    /// repeatable. Hosts refuse a release that lacks another part of theirs. Repeat it in later releases until all
+    /// machines have left the releases with that part
+    #[arg(long, value_name = "PART")]
+    removes: Vec<String>,
     /// Validity of the signed manifest, from the commit date
     #[arg(long, value_name = "DAYS", default_value_t = bundle::VALID_DAYS)]
     valid_days: u32,
@@ -64,6 +69,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     options.signing_keys = args.signing_keys;
     options.trusted_keys = args.keys_sequence.map(|sequence| KeySet { sequence, keys: args.trust_keys });
     options.min_version = args.min_version;
+    options.removes = args.removes;
     options.valid_days = args.valid_days;
     if !minimal {
         options.level = Compression::new(6);

@@ -11,7 +11,9 @@ pub enum DeployCommand {
     /// Roll out a release to all or some running machines: canaries first, then in batches
     #[command(
         after_help = "A machine that is unhealthy under the new release rolls back automatically and counts as failed. \
-The rollout stops after --max-failures failures, or when a canary fails.\n\n\
+The rollout stops after --max-failures failures, or when a canary fails. When the first machines have the release, the \
+platform makes the checks of `svcctl verify-rollout` on them. A problem pauses the rollout: `svcctl deploy status` shows it, \
+`svcctl deploy resume` verifies again.\n\n\
 Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     )]
     Start(Start),
@@ -62,6 +64,9 @@ pub struct Start {
     /// Number of failed machines that stops the rollout [default: 1]
     #[arg(long, value_name = "MACHINES", value_parser = clap::value_parser!(u64).range(1..=1000))]
     pub max_failures: Option<u64>,
+    /// Do not verify the release on the first updated machines before the others are updated
+    #[arg(long)]
+    pub no_verify: bool,
     /// Skip the confirmation
     #[arg(long)]
     pub yes: bool,

@@ -104,7 +104,16 @@ pub struct Provision {
     /// Start empty although an earlier machine of the slot served and left no snapshot: its data is abandoned
     #[arg(long)]
     pub allow_empty: bool,
-    /// Skip the confirmation, which only --accept-loss and --allow-empty require
+    /// Accept the monthly cost of a new customer's server, without a prompt
+    #[arg(long)]
+    pub confirm_cost: bool,
+    /// Confirm that a new customer has explicitly opted in, without a prompt
+    #[arg(long)]
+    pub confirm_opt_in: bool,
+    /// Show what would be created, its cost and the quota, and create nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Skip the confirmation of --accept-loss and --allow-empty; it confirms neither cost nor opt-in
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]

@@ -40,6 +40,10 @@ pub enum SlotCommand {
         /// End of the paid period, RFC 3339
         #[arg(long, value_name = "TIME")]
         period_end: Option<Timestamp>,
+        /// Mark the slot as one for tests, or with `--test=false` as a customer's. Its recoveries and rollbacks count as
+        /// exercises (default: unchanged)
+        #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        test: Option<bool>,
     },
     /// List the slots of a user
     #[command(after_help = "Example: svcctl slot list user_1")]

@@ -83,6 +83,10 @@ async fn start(api: &ApiClient, args: Start, out: &Out) -> Result<(), Failure> {
             body[name] = value.into();
         }
     }
+    // Older platforms do not know the field, and verify nothing.
+    if args.no_verify {
+        body["verify"] = false.into();
+    }
     let response = api.send(Method::POST, &["vps", "deploy"], Some(&body)).await?;
     follow(api, response, args.wait, out).await
 }
@@ -132,7 +136,7 @@ async fn until_ended(
             }
         }
         progress.set_message(rollout_progress(&rollout));
-        Ok(rollout.has_ended().then_some((response, rollout)))
+        Ok((rollout.has_ended() || rollout.is_halted()).then_some((response, rollout)))
     });
     let (response, rollout) = ended.await?.ok_or_else(|| {
         let error = anyhow!(
@@ -142,10 +146,17 @@ async fn until_ended(
     })?;
     drop(progress);
     out.print_response(&response, |view| Ok(show(view, &rollout)))?;
+    let why = rollout.why.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
     match rollout.state.as_str() {
         "succeeded" => Ok(()),
+        _ if rollout.is_halted() => {
+            let error = anyhow!(
+                "the rollout waits for your decision{why}\n  next: correct the cause, then `svcctl deploy resume` \
+                 verifies again; or `svcctl deploy abort`"
+            );
+            Err(Failure::new(Exit::TryAgain, error))
+        }
         state => {
-            let why = rollout.why.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
             let error = anyhow!(
                 "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that rolled back"
             );

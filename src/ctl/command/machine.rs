@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::risk;
 use crate::api::{ApiClient, ApiResponse};
-use crate::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
+use crate::args::{Delete, Fail, List, MachineCommand, Recover, Resize, Target, Wait};
 use crate::out::Out;
 use crate::show::View;
 use crate::show::accepted::{self, Accepted};
@@ -20,29 +20,8 @@ use crate::wait::Goal;
 use crate::{confirm, wait};
 use svc_base::applet::{Exit, Failure};
 use svc_machine::name::{IdpUserId, Location, Slot};
-use svc_wire::change::{self, DeletedMachine, ProvisionedMachine, RecoveredMachine};
+use svc_wire::change::{self, DeletedMachine, RecoveredMachine};
 use svc_wire::machine::{MachineDetail, MachinePage};
-
-pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
-    if let Some(what) = risk::provision_risk(&args)
-        && confirm::is_required(&what, args.yes)?
-    {
-        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
-        confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
-    }
-    let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
-    insert(&mut body, "serverType", args.server_type);
-    insert(&mut body, "location", args.location);
-    insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
-    insert(&mut body, "imageVersion", args.image_version);
-    if args.preview {
-        body.insert("kind".to_owned(), "preview".into());
-    }
-    allow(&mut body, "acceptLoss", args.accept_loss);
-    allow(&mut body, "allowEmpty", args.allow_empty);
-    let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
-    finish::<ProvisionedMachine>(api, response, args.wait, out).await
-}
 
 pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Failure> {
     let what = risk::recovery_risk(&args);
@@ -64,7 +43,7 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Fa
 }
 
 /// Describes what a replacement of the slot's machine may lose; empty without an active machine.
-async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
+pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
     let Some(active) = page.machines.iter().find(|machine| machine.is_active()) else {
@@ -243,13 +222,13 @@ pub async fn active_id(api: &ApiClient, target: &Target) -> Result<Option<String
 }
 
 /// Adds a flag only if it is set, so that older platforms accept the request.
-fn allow(body: &mut Map<String, Value>, name: &str, is_allowed: bool) {
+pub fn allow(body: &mut Map<String, Value>, name: &str, is_allowed: bool) {
     if is_allowed {
         body.insert(name.to_owned(), true.into());
     }
 }
 
-fn object(value: Value) -> Map<String, Value> {
+pub fn object(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(members) => members,
         _ => Map::new(),
@@ -257,13 +236,13 @@ fn object(value: Value) -> Map<String, Value> {
 }
 
 /// Omits an empty list: the platform then uses its default.
-fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
+pub fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
     if !values.is_empty() {
         body.insert(name.to_owned(), json!(values));
     }
 }
 
-fn insert(body: &mut Map<String, Value>, name: &str, value: Option<impl Into<String>>) {
+pub fn insert(body: &mut Map<String, Value>, name: &str, value: Option<impl Into<String>>) {
     if let Some(value) = value {
         body.insert(name.to_owned(), Value::String(value.into()));
     }

@@ -11,6 +11,7 @@ mod operation;
 mod operator;
 mod pointer;
 mod power;
+mod provision;
 mod risk;
 mod slot;
 mod usage;
@@ -49,7 +50,7 @@ pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
 async fn call(api: &ApiClient, command: Command, out: &Out) -> Result<(), Failure> {
     match command {
         Command::Slot(command) => slot::run(api, command, out).await,
-        Command::Provision(args) => machine::provision(api, args, out).await,
+        Command::Provision(args) => provision::run(api, args, out).await,
         Command::List(args) => machine::list(api, args, out).await,
         Command::Status { machine } => machine::status(api, &machine, out).await,
         Command::Fleet => {

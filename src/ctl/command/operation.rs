@@ -47,10 +47,10 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
                 && let Some(subject) = machine_after_abandoning(api, &response.read()?).await?
             {
                 let within = Duration::from_secs(seconds);
-                let under_way = subject.operations.iter().find(|operation| operation.is_under_way());
-                let under_way = under_way.map(|operation| operation.operation_id.as_str());
+                let in_progress = subject.operations.iter().find(|operation| operation.is_in_progress());
+                let in_progress = in_progress.map(|operation| operation.operation_id.as_str());
                 let (response, machine) =
-                    wait::until_settled(api, &subject.machine_id, under_way, Goal::Service, within).await?;
+                    wait::until_settled(api, &subject.machine_id, in_progress, Goal::Service, within).await?;
                 return out.print_response(&response, |view| Ok(shown::details(view, &machine)));
             }
             out.print_response(&response, |view| Ok(operation::details(view, &response.read()?)))

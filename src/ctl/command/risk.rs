@@ -81,7 +81,7 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
 pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Option<String> {
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced")?;
-    let operation = machine.operations.iter().find(|operation| operation.is_under_way());
+    let operation = machine.operations.iter().find(|operation| operation.is_in_progress());
     let (new, old) = (&machine.machine_id, &replaced.machine_id);
     let noun = operation.map_or("recovery", |operation| kind_noun(&operation.kind));
     let mut lines = vec![

@@ -13,10 +13,14 @@ use svc_wire::slot::Subscription;
 
 pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(), Failure> {
     match command {
-        SlotCommand::Set { user, slot, plan, status, period_end } => {
+        SlotCommand::Set { user, slot, plan, status, period_end, test } => {
             let mut body = json!({"idpUserId": user, "slot": slot, "plan": plan, "status": status.as_str()});
             if let Some(end) = period_end {
                 body["currentPeriodEnd"] = clock::rfc3339_ms(end).into();
+            }
+            // Older platforms do not know the field.
+            if let Some(test) = test {
+                body["test"] = test.into();
             }
             let response = api.send(Method::PUT, &["vps", "slots"], Some(&body)).await?;
             out.print_response(&response, |view| Ok(list(view, &[response.read::<Subscription>()?])))

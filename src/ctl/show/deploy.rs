@@ -4,7 +4,9 @@ use super::human::ago;
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_base::untrusted_text::one_line;
-use svc_wire::rollout::{Rollout, RolloutList, RolloutMachine, RolloutSummary, RolloutTotals};
+use svc_wire::rollout::{
+    Rollout, RolloutFinding, RolloutList, RolloutMachine, RolloutSummary, RolloutTotals,
+};
 
 fn totals_line(totals: &RolloutTotals) -> String {
     let RolloutTotals { waiting, asked, updated, failed, skipped } = totals;
@@ -22,6 +24,14 @@ pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
 fn state_cell(rollout: &RolloutSummary) -> Cell {
     let why = rollout.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
     Cell::painted(colour(&rollout.state), format!("{}{why}", rollout.state))
+}
+
+/// `passed 5 min ago on ada`; empty before it, and without a verification.
+fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
+    let Some(last) = &rollout.verification else { return Cell::from("") };
+    let (word, colour) = if last.passed { ("passed", Colour::Good) } else { ("failed", Colour::Bad) };
+    let handles: Vec<_> = last.handles.iter().map(|handle| handle.as_str()).collect();
+    Cell::painted(Some(colour), format!("{word} {} on {}", ago(view.now, &last.at), handles.join(", ")))
 }
 
 /// A rollout's progress, in one line.
@@ -63,9 +73,18 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
             ("release", Cell::painted(Some(Colour::Strong), rollout.image_version.clone())),
             ("state", state_cell(rollout)),
             ("machines", totals_line(&rollout.totals).into()),
+            ("verified", verification_cell(view, rollout)),
             ("started", ago(view.now, &rollout.created_at).into()),
         ],
     );
+    let findings = rollout.verification.iter().flat_map(|last| &last.findings);
+    for RolloutFinding { handle, check, what, next, .. } in findings {
+        let line = format!("{handle}: {check}: {}", one_line(what));
+        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
+        if let Some(next) = next {
+            shown.push_str(&format!("  next: {}\n", one_line(next)));
+        }
+    }
     if rollout.machines.is_empty() {
         return shown;
     }

@@ -8,12 +8,12 @@ use super::human::span;
 use super::machine::UPDATE_ADVICE;
 use super::operation::kind_noun;
 use super::table::{self, Cell};
-use super::{Colour, View, bundle_keys, certificates, compact, deploy};
+use super::{Colour, View, bundle_keys, certificates, compact, deploy, quote};
 use crate::args;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 use svc_wire::alarm::Alarm;
-use svc_wire::fleet::{BackupAges, Ended, Fleet, MachineNeedingAttention, OverdueOperation};
+use svc_wire::fleet::{BackupAges, Ended, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
 /// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
@@ -163,6 +163,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             ("backups", backups(&fleet.backups)),
             ("certificates", certificates::cell(fleet.certificates.as_ref())),
             ("rollout", rollout(fleet.rollout.as_ref())),
+            ("exercised", exercises(view, fleet.exercises.as_ref())),
         ],
     );
     for alarm in &fleet.alarms {
@@ -204,6 +205,14 @@ fn by_count(counts: &BTreeMap<String, u64>) -> String {
     let mut there: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
     there.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
     there.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
+}
+
+/// The last recovery and rollback on a test slot. An older platform does not report them.
+fn exercises(view: &View, exercises: Option<&Exercises>) -> Cell {
+    let Some(exercises) = exercises else { return Cell::from("") };
+    let are_current = exercises.recovery.is_current && exercises.rollback.is_current;
+    let colour = if are_current { Colour::Good } else { Colour::Moving };
+    Cell::painted(Some(colour), quote::exercises(view, exercises))
 }
 
 /// The open rollout with its id.

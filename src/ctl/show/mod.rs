@@ -18,6 +18,7 @@ pub mod machine;
 pub mod operation;
 pub mod operator;
 pub mod pointer;
+pub mod quote;
 pub mod report;
 pub mod slot;
 mod table;

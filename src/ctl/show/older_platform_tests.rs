@@ -57,7 +57,7 @@ const COPIES_FIELDS: &[&str] = &[
     "/newerSnapshot/key",
     "/unrestoredSnapshot/key",
 ];
-const ROLLOUT_FIELDS: &[&str] = &["/rolloutId", "/state"];
+const ROLLOUT_FIELDS: &[&str] = &["/rolloutId", "/state", "/verification/passed"];
 const POINTER_FIELDS: &[&str] = &["/seq", "/snapshot/key"];
 const OPERATOR_FIELDS: &[&str] = &["/name", "/state"];
 const CHANGE_FIELDS: &[&str] = &["/machineId", "/status"];
@@ -207,10 +207,12 @@ fn merged(mut document: Value, more: Value) -> Value {
 }
 
 fn rollout() -> Value {
+    let finding = json!({"machineId": ID, "handle": "ada", "check": "icons", "what": "w", "next": "n"});
     json!({
         "rolloutId": ID, "imageVersion": "2026.11.2", "state": "paused", "why": "w", "canary": 1, "batchSize": 10,
         "maxFailures": 1, "totals": {"waiting": 1, "asked": 1, "updated": 1, "failed": 1, "skipped": 1},
-        "createdAt": AT, "updatedAt": AT, "endedAt": AT, "requestId": "r",
+        "createdAt": AT, "updatedAt": AT, "endedAt": AT, "requestId": "r", "verify": true,
+        "verification": {"at": AT, "passed": false, "handles": ["ada"], "findings": [finding]},
     })
 }
 
@@ -299,6 +301,10 @@ fn changes_of_older_platforms_are_shown() {
         .assert_shown(&schema_of::<TokenRotations>(), token::rotations);
 }
 
+fn exercise() -> Value {
+    json!({"lastAt": AT, "machineId": ID, "isCurrent": true})
+}
+
 #[test]
 fn fleets_of_older_platforms_are_shown() {
     let keys = json!({
@@ -316,6 +322,7 @@ fn fleets_of_older_platforms_are_shown() {
         "overdueOperations": [{"operationId": ID, "machineId": ID, "handle": "ada", "kind": "recover",
             "step": "fence", "attempts": 3, "errorCode": "e", "ageSeconds": 99}],
         "overdueOperationsTotal": 1, "alarms": [alarm()], "asOf": AT,
+        "exercises": {"recovery": exercise(), "rollback": exercise()},
     });
     Example::new(fleet)
         .essential(&["/totals", "/totals/machines", "/totals/byStatus", "/backups", "/backups/never"])
@@ -374,7 +381,7 @@ fn snapshots_of_older_platforms_are_shown() {
 #[test]
 fn other_resources_of_older_platforms_are_shown() {
     let subscription = json!({"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active",
-        "currentPeriodEnd": AT});
+        "currentPeriodEnd": AT, "test": true});
     Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))
         .essential(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
         .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| slot::page(&plain(), &it));

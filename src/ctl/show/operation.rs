@@ -141,7 +141,7 @@ pub fn details(view: &View, o: &Operation) -> String {
         view.paint(Some(Colour::Strong), &o.kind),
         view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
     ];
-    if o.is_under_way() {
+    if o.is_in_progress() {
         head.push(format!("at {}", o.step));
         head.extend((o.attempts > 0).then(|| format!("attempt {}", o.attempts + 1)));
     }

@@ -20,8 +20,16 @@ pub fn list(view: &View, slots: &[Subscription]) -> String {
     let row = |s: &Subscription| {
         let end = s.current_period_end.as_deref().map(|end| when(view.now, end)).unwrap_or_default();
         let (user, slot) = (s.idp_user_id.clone(), s.slot.clone());
-        vec![user.into(), slot.into(), s.plan.clone().into(), Cell::state(&s.status), end.into()]
+        let purpose = if s.test { "test" } else { "" };
+        vec![
+            user.into(),
+            slot.into(),
+            s.plan.clone().into(),
+            Cell::state(&s.status),
+            end.into(),
+            purpose.into(),
+        ]
     };
     let rows: Vec<_> = slots.iter().map(row).collect();
-    table::render(view, &["USER", "SLOT", "PLAN", "STATUS", "PERIOD END"], &rows)
+    table::render(view, &["USER", "SLOT", "PLAN", "STATUS", "PERIOD END", "PURPOSE"], &rows)
 }

@@ -240,7 +240,7 @@ impl Shared {
             if let Some(flush) = flush {
                 self.lock().flushes_written = flush;
             }
-            files.retain(|(_, file)| file.left() > 0 || file.is_dirty());
+            files.retain(|(_, file)| file.unwritten_bytes() > 0 || file.is_dirty());
             if stop {
                 return;
             }
@@ -308,9 +308,9 @@ impl Shared {
     /// Replaces a record's file; returns the directory, which must be synced then.
     fn replace_file(&self, replacement: Replacement, files: &mut [(Record, AppendFile)]) -> Option<Unsynced> {
         let Replacement { record, by, was, reply } = replacement;
-        let is_behind = files.iter().any(|(of, file)| *of == record && file.left() > 0);
+        let is_behind = files.iter().any(|(of, file)| *of == record && file.unwritten_bytes() > 0);
         let path = self.logs.join(record.file_name());
-        let replaced = if is_behind { Ok(false) } else { file::replace(&path, &by, was) };
+        let replaced = if is_behind { Ok(false) } else { file::replace_if_unchanged(&path, &by, was) };
         let is_replaced = matches!(replaced, Ok(true));
         // The caller may have timed out.
         let _ = reply.send(replaced);
@@ -342,14 +342,17 @@ impl Shared {
             tracing::error!(error = %chain(&error), "records cannot be written; they are queued in memory");
         }
         if stop {
-            let bytes: usize = files.iter().map(|(_, file)| file.left()).sum();
+            let bytes: usize = files.iter().map(|(_, file)| file.unwritten_bytes()).sum();
             tracing::error!(bytes, "records lost at shutdown: the disk accepts no writes");
         }
         false
     }
 
     fn give_back(&self, files: &mut [(Record, AppendFile)]) {
-        let left = files.iter().map(|(record, file)| (*record, file.left())).filter(|(_, left)| *left > 0);
+        let left = files
+            .iter()
+            .map(|(record, file)| (*record, file.unwritten_bytes()))
+            .filter(|(_, left)| *left > 0);
         let left = left.collect();
         let pieces = files.iter_mut().flat_map(|(_, file)| file.take_finished());
         self.lock().give_back(left, pieces);

@@ -176,8 +176,9 @@ impl<S: Services> Updater<S> {
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
             policy::check_release(&candidate, &journal.plan.allow).map_err(refused(Stage::Preflight))?;
             self.fetch_bundle(&journal.plan.to, &verified).await?;
-            let Plan { from, to, allow, .. } = &journal.plan;
-            policy::check_parts(&self.layout, from, to, allow).map_err(refused(Stage::Preflight))?;
+            let Plan { from, allow, .. } = &journal.plan;
+            policy::check_parts(&self.layout, from, verified.manifest(), allow)
+                .map_err(refused(Stage::Preflight))?;
         }
         smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))

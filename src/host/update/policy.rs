@@ -34,7 +34,8 @@ pub enum PolicyError {
     #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]
     LostPart { from: ImageVersion, to: ImageVersion, part: &'static str },
     #[error(
-        "{to} lacks {}, which {from} has: publish a bundle that contains it ({} installs it anyway)",
+        "{to} lacks {}, which {from} has: publish a bundle that contains it, or one whose manifest removes it ({} \
+         installs this one anyway)",
         .parts.join(", "), allow_removal(.parts)
     )]
     RemovedParts { from: ImageVersion, to: ImageVersion, parts: Vec<String> },
@@ -115,22 +116,25 @@ pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<()
     Ok(())
 }
 
-/// Checks that the installed release has the parts of the current one, except those whose removal is allowed.
+/// Checks that the installed release has the parts of the current one, except those that its manifest removes, or whose
+/// removal an operator allows.
 ///
 /// # Errors
 /// [`PolicyError::LostPart`], [`PolicyError::RemovedParts`].
 pub fn check_parts(
     layout: &Layout,
     from: &ImageVersion,
-    to: &ImageVersion,
+    manifest: &Manifest,
     allow: &Allowances,
 ) -> Result<(), PolicyError> {
+    let to = &manifest.image_version;
     let has = |version: &ImageVersion, part: &str| layout.release(version).join(part).exists();
     if let Some(part) = REQUIRED_PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
         return Err(PolicyError::LostPart { from: from.clone(), to: to.clone(), part });
     }
     let next = installed_parts(layout, to);
-    let is_removed = |part: &String| !next.contains(part) && !allow.removal.contains(part);
+    let is_allowed = |part: &String| manifest.removes.contains(part) || allow.removal.contains(part);
+    let is_removed = |part: &String| !next.contains(part) && !is_allowed(part);
     let parts: Vec<String> = installed_parts(layout, from).into_iter().filter(is_removed).collect();
     if parts.is_empty() {
         return Ok(());
@@ -161,6 +165,7 @@ mod tests {
             created_at: created.parse().unwrap(),
             expires_at: "2030-01-01T00:00:00Z".parse().unwrap(),
             trusted_keys: None,
+            removes: Vec::new(),
         }
     }
 
@@ -226,16 +231,22 @@ mod tests {
             (("code-server", "runtime/code-server"), ("agents/claude", "runtime/agents/claude"));
         let old = release("1", &[("svc", "bin/svc"), code, agent, ("notes", "app/apps/notes")]);
         let new = release("2", &[("svc", "bin/svc")]);
-        let check = |from, to, removal: &[&str]| {
-            let removal = removal.iter().map(|part| (*part).to_owned()).collect();
-            check_parts(&layout, from, to, &Allowances { removal, ..Allowances::default() })
+        let owned = |parts: &[&str]| parts.iter().map(|part| (*part).to_owned()).collect::<Vec<_>>();
+        let check_with = |from, to: &ImageVersion, allowed: &[&str], removes: &[&str]| {
+            let mut manifest = manifest(to.as_str(), "2026-06-01T00:00:00Z", None);
+            manifest.removes = owned(removes);
+            let allow = Allowances { removal: owned(allowed), ..Allowances::default() };
+            check_parts(&layout, from, &manifest, &allow)
         };
+        let check = |from, to: &ImageVersion, allowed: &[&str]| check_with(from, to, allowed, &[]);
         let error = check(&old, &new, &[]).unwrap_err().to_string();
         assert!(error.contains("2 lacks code-server, agents/claude, which 1 has"), "{error}");
         assert!(error.contains("--allow-removal code-server --allow-removal agents/claude"), "{error}");
         let error = check(&old, &new, &["code-server"]).unwrap_err().to_string();
         assert!(error.contains("2 lacks agents/claude, which"), "{error}");
         check(&old, &new, &["code-server", "agents/claude"]).unwrap();
+        check_with(&old, &new, &["code-server"], &["agents/claude"]).unwrap();
+        assert!(check_with(&old, &new, &[], &["agents/claude"]).is_err());
         check(&new, &old, &[]).unwrap();
         // A part that is listed, but not there, is lost too.
         let listed = release("3", &[("svc", "bin/svc"), code, agent]);

@@ -47,7 +47,7 @@ pub fn check_always(world: &World) -> BTreeSet<Violation> {
         let state = &row.machine.state;
         let running = matches!(state, State::Running { .. });
         let waits = matches!(state, State::Provisioning | State::Recovering | State::Resizing { .. });
-        let under_way =
+        let in_progress =
             world.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none());
         let mut require = |holds: bool, violation| {
             if !holds {
@@ -61,7 +61,7 @@ pub fn check_always(world: &World) -> BTreeSet<Violation> {
         );
         require(running || row.connections == 0, Violation::RoutedWhileNotRunning);
         require(!running || row.registered, Violation::RunningUnregistered);
-        require(!waits || under_way, Violation::Stuck);
+        require(!waits || in_progress, Violation::Stuck);
         if let State::Running { server_type } = state
             && let Some(there) = world.server_type(id)
         {

@@ -9,7 +9,7 @@ impl World {
     /// Whether the server of a machine that left its slot is no longer kept. Retention times are ignored.
     pub fn is_removable(&self, id: usize) -> bool {
         let row = &self.rows[id];
-        if row.machine.state.is_active() || self.is_under_way(id) {
+        if row.machine.state.is_active() || self.is_in_progress(id) {
             return false;
         }
         if !row.registered || !self.rules.keeps_predecessors {
@@ -30,7 +30,7 @@ impl World {
         !row.unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
     }
 
-    fn is_under_way(&self, id: usize) -> bool {
+    fn is_in_progress(&self, id: usize) -> bool {
         self.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none())
     }
 

@@ -63,7 +63,7 @@ fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
         "The alarm {} holds nothing back, so there is nothing to release: it ends {}. `svcctl fleet` shows what to do about it.",
         alarm.as_str(),
-        alarm.end()
+        alarm.ends_when()
     );
     Problem::new(Code::InvalidState, detail)
 }

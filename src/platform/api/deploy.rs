@@ -17,12 +17,13 @@ use super::endpoint::{
 };
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use super::problems;
+use crate::alarms::Alarm;
 use crate::context::Platform;
 use crate::db::rollouts::{self, NewRollout, RolloutRow};
 use crate::{db, resource, rollout_plan};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    DocumentedResponse, Operation, Parameter, ParameterLocation, fields, named, schema_of, uuid,
+    DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, fields, named, schema_of, uuid,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -45,6 +46,7 @@ struct RolloutRequest {
     canary: u64,
     batch_size: u64,
     max_failures: u64,
+    verify: bool,
 }
 
 pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -79,8 +81,10 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let canary = number("canary", 0, DEFAULT_CANARY);
     let batch_size = number("batchSize", 1, DEFAULT_BATCH_SIZE);
     let max_failures = number("maxFailures", 1, DEFAULT_MAX_FAILURES);
+    let verify = fields.boolean("verify").unwrap_or(true);
     let handles = handles.ok().filter(|_| has_handles);
-    let built = version.map(|version| RolloutRequest { version, handles, canary, batch_size, max_failures });
+    let built =
+        version.map(|version| RolloutRequest { version, handles, canary, batch_size, max_failures, verify });
     fields.finish(built)
 }
 
@@ -139,6 +143,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         canary: whole(request.canary),
         batch_size: whole(request.batch_size),
         max_failures: whole(request.max_failures),
+        verify: request.verify,
         machines: &machines,
     };
     Ok(rollouts::insert(tx, &new).await?)
@@ -234,9 +239,15 @@ async fn execute_command(
         .run(platform, async |tx| {
             let before = rollouts::lock(tx, id).await?.ok_or_else(|| not_found(id))?;
             let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
-            rollouts::set_state(tx, id, next, None).await?;
+            if (before.state, next) != (RolloutState::Paused, RolloutState::Paused) {
+                rollouts::set_state(tx, id, next, None).await?;
+            }
+            if next != RolloutState::Paused {
+                db::alarms::clear(tx, Alarm::RolloutHalted.as_str()).await?;
+            }
             if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
                 rollouts::restart_timeouts(tx, id).await?;
+                rollouts::reset_verification(tx, id).await?;
             }
             let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let reply = Reply::new(StatusCode::OK, resource::rollout::with_machines(tx, &after).await?);
@@ -309,7 +320,13 @@ fn request_schema() -> Value {
     let handles = json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MAX_HANDLES });
     fields(
         &[("imageVersion", image_version())],
-        &[("handles", handles), ("canary", number(0)), ("batchSize", number(1)), ("maxFailures", number(1))],
+        &[
+            ("handles", handles),
+            ("canary", number(0)),
+            ("batchSize", number(1)),
+            ("maxFailures", number(1)),
+            ("verify", boolean()),
+        ],
     )
 }
 

@@ -14,7 +14,7 @@ use crate::alarms;
 use crate::context::Platform;
 use crate::db::operations::OverdueOperation;
 use crate::db::{self, rollouts};
-use crate::{bundle_keys, certificates, ended_machines, fleet, resource};
+use crate::{bundle_keys, certificates, ended_machines, exercises, fleet, resource};
 use axum::routing::get;
 use http::Method;
 use svc_base::clock::now_ms;
@@ -49,6 +49,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         overdue_operations: overdue.iter().map(overdue_operation).collect(),
         overdue_operations_total: total.unsigned_abs(),
         alarms: alarms::list_active(&session, &platform.config.timing).await?,
+        exercises: Some(exercises::load(&session).await?),
         as_of: now_ms().into(),
     };
     Ok(Json(fleet).into_response())

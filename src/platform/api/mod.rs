@@ -11,6 +11,7 @@ pub mod boot_failure;
 pub mod boot_stage;
 pub mod bundle;
 pub mod call;
+mod confirmation;
 pub mod delete;
 pub mod deploy;
 pub mod discard;
@@ -35,6 +36,7 @@ pub mod pointer;
 pub mod power;
 pub mod problems;
 pub mod provision;
+pub mod quote;
 pub mod recover;
 mod refused_hosts;
 pub mod register;
@@ -42,6 +44,7 @@ pub mod resize;
 pub mod restorable;
 pub mod resume;
 pub mod rotate_token;
+mod server_quota;
 pub mod shape;
 pub mod slots;
 pub mod storage_credentials;
@@ -67,8 +70,9 @@ use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
 /// All routes, in the order of the OpenAPI document.
-pub static ENDPOINTS: [&Endpoint; 51] = [
+pub static ENDPOINTS: [&Endpoint; 52] = [
     &provision::ENDPOINT,
+    &quote::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
     &list::ENDPOINT,

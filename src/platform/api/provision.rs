@@ -6,9 +6,10 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use deadpool_postgres::{GenericClient, Transaction};
 use http::{Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::call::ApiCall;
+use super::confirmation::Confirmation;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, documented_json, fallback_locations,
     handle_name, idp_user_id, image_version, kind, location, server_type, slot_name,
@@ -16,15 +17,17 @@ use super::endpoint::{
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
+use super::server_quota::{self, ListedServers};
 use super::{entitlement, problems, restorable};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequest};
+use crate::server_cost;
 use axum::routing::post;
 use svc_base::config::Flag;
-use svc_http::openapi::{Operation, boolean, fields, schema_of};
+use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Event, RestoreMode};
@@ -38,19 +41,28 @@ use svc_store::snapshot::{self, SnapshotUnusable};
 use svc_store::{Bucket, bundle};
 use svc_wire::change::ProvisionedMachine;
 use svc_wire::machine::MachineKind;
+use svc_wire::quote::Price;
 
-struct ProvisionRequest {
-    user: IdpUserId,
-    slot: Slot,
-    handle: Handle,
-    server_type: ServerType,
-    location: Location,
-    locations: RequestedLocations,
+pub struct ProvisionRequest {
+    pub user: IdpUserId,
+    pub slot: Slot,
+    pub handle: Handle,
+    pub server_type: ServerType,
+    pub location: Location,
+    pub locations: RequestedLocations,
     /// `None` means the slot's current version, or the platform's default for a new slot.
     image_version: Option<ImageVersion>,
-    kind: MachineKind,
+    pub kind: MachineKind,
     empty: EmptyStart,
     options: OperationOptions,
+    confirmation: Confirmation,
+}
+
+impl ProvisionRequest {
+    /// Whether it adds a customer. A failed machine is replaced for a customer who was added before.
+    pub fn adds_customer(&self, existing: Option<&MachineRow>) -> bool {
+        self.kind == MachineKind::Customer && existing.is_none()
+    }
 }
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -63,7 +75,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     mutation::respond(&platform, &call, reply).await
 }
 
-fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest, Problem> {
+pub fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest, Problem> {
     let defaults = &platform.config.provisioning;
     let mut fields = call.json_fields()?;
     let user = fields.required("idpUserId");
@@ -75,6 +87,7 @@ fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest
     let image_version = fields.optional("imageVersion");
     let kind = fields.optional("kind").unwrap_or(MachineKind::Customer);
     let empty = EmptyStart::read(&mut fields);
+    let confirmation = Confirmation::read(&mut fields);
     let accept_loss = fields.boolean("acceptLoss").unwrap_or(false);
     let options = OperationOptions { accept_loss, ..OperationOptions::default() };
     let request = user.zip(handle).map(|(user, handle)| ProvisionRequest {
@@ -88,6 +101,7 @@ fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest
         kind,
         empty,
         options,
+        confirmation,
     });
     fields.finish(request)
 }
@@ -105,7 +119,11 @@ async fn provision(
     drop(session);
     // Before the transaction, so that no row or session is held during requests to the store.
     let plan = if existing.as_ref().is_none_or(has_failed) {
-        Some(prepare(platform, request, existing.as_ref()).await?)
+        let plan = prepare(platform, request, existing.as_ref()).await?;
+        if request.adds_customer(existing.as_ref()) {
+            check_confirmation(platform, request).await?;
+        }
+        Some(plan)
     } else {
         None
     };
@@ -120,6 +138,11 @@ async fn provision(
         let Some(plan) = plan else {
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
         };
+        // Whether confirmations are needed was decided for the former state.
+        if existing.is_some() != plan.replaces {
+            return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
+        }
+        server_quota::ensure_room(platform, tx, plan.listed).await?;
         if let Some(failed) = &existing {
             restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
         }
@@ -133,6 +156,7 @@ async fn provision(
         let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(created.operation)));
         let mut after = machine.record();
         after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
+        after["confirmed"] = request.confirmation.record();
         let change = AuditChange {
             action: "provision",
             target: format!("{}/{}", request.user, request.slot),
@@ -151,6 +175,9 @@ struct ProvisionPlan {
     restore: RestoreMode,
     /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
+    /// It replaces a failed machine.
+    replaces: bool,
+    listed: ListedServers,
 }
 
 async fn prepare(
@@ -170,7 +197,33 @@ async fn prepare(
     let accepted = request.options.accept_loss && starts_as_requested;
     restorable::ensure_no_unknown_holder(platform, slot_key, existing, accepted).await?;
     let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
-    Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor })
+    let listed = server_quota::count_for_limit(platform).await;
+    let replaces = existing.is_some();
+    Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces, listed })
+}
+
+/// Makes the checks of a provision that change nothing, and returns the release of the new machine.
+pub async fn check_possible(
+    platform: &Platform,
+    request: &ProvisionRequest,
+    existing: Option<&MachineRow>,
+) -> Result<ImageVersion, Problem> {
+    let plan = prepare(platform, request, existing).await?;
+    if let Some(failed) = existing {
+        restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
+    }
+    Ok(plan.image_version)
+}
+
+/// Checks what an operator confirms before a customer is added.
+async fn check_confirmation(platform: &Platform, request: &ProvisionRequest) -> Result<(), Problem> {
+    let ProvisionRequest { confirmation, server_type, location, .. } = request;
+    confirmation.check_complete(platform.config.provisioning.confirmation)?;
+    if !confirmation.has_cost() {
+        return Ok(());
+    }
+    let fallback = request.locations.fallback_for(platform, location);
+    confirmation.check_cost(&server_cost::read(platform, server_type, location, &fallback).await?)
 }
 
 /// The release with which the slot's next machine starts.
@@ -230,7 +283,7 @@ async fn create_machine(
 }
 
 /// Checks that need no store. Returns the slot's machine, if any.
-async fn check_admission(
+pub async fn check_admission(
     platform: &Platform,
     client: &impl GenericClient,
     request: &ProvisionRequest,
@@ -346,6 +399,44 @@ fn body(machine: &MachineRow, operation: Option<OperationId>) -> ProvisionedMach
     }
 }
 
+pub fn body_schema() -> Value {
+    fields(
+        &[("idpUserId", idp_user_id()), ("handle", handle_name())],
+        &[
+            ("slot", slot_name()),
+            ("serverType", server_type()),
+            ("location", location()),
+            ("fallbackLocations", fallback_locations()),
+            ("imageVersion", image_version()),
+            ("kind", kind()),
+            ("acceptLoss", boolean()),
+            ("allowEmpty", boolean()),
+            ("confirmedMonthlyCost", matching(Price::PATTERN)),
+            ("confirmedOptIn", boolean()),
+        ],
+    )
+}
+
+/// The problems of a provision.
+const PROBLEMS: [Code; 16] = [
+    Code::ConfirmationRequired,
+    Code::PriceChanged,
+    Code::Disabled,
+    Code::SubscriptionRequired,
+    Code::ServerTypeNotAllowed,
+    Code::BundleNotFound,
+    Code::HandleTaken,
+    Code::InvalidState,
+    Code::SnapshotUnusable,
+    Code::DiskTooSmall,
+    Code::PreviewLimitReached,
+    Code::ServerLimitReached,
+    Code::StoreUnavailable,
+    Code::Unavailable,
+    Code::DatabaseUnavailable,
+    Code::IdempotencyMismatch,
+];
+
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
@@ -355,40 +446,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Creates the machine of a slot, or returns the existing one.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
-        body: Some(|| {
-            fields(
-                &[("idpUserId", idp_user_id()), ("handle", handle_name())],
-                &[
-                    ("slot", slot_name()),
-                    ("serverType", server_type()),
-                    ("location", location()),
-                    ("fallbackLocations", fallback_locations()),
-                    ("imageVersion", image_version()),
-                    ("kind", kind()),
-                    ("acceptLoss", boolean()),
-                    ("allowEmpty", boolean()),
-                ],
-            )
-        }),
+        body: Some(body_schema),
         responses: &[
             documented_json(202, "The machine is being created.", schema_of::<ProvisionedMachine>),
             documented_json(200, "The slot already has this machine.", schema_of::<ProvisionedMachine>),
         ],
-        problems: &[
-            Code::Disabled,
-            Code::SubscriptionRequired,
-            Code::ServerTypeNotAllowed,
-            Code::BundleNotFound,
-            Code::HandleTaken,
-            Code::InvalidState,
-            Code::SnapshotUnusable,
-            Code::DiskTooSmall,
-            Code::PreviewLimitReached,
-            Code::StoreUnavailable,
-            Code::Unavailable,
-            Code::DatabaseUnavailable,
-            Code::IdempotencyMismatch,
-        ],
+        problems: &PROBLEMS,
     },
     serve: || post(handle),
 };

@@ -19,7 +19,7 @@ use crate::context::Platform;
 use crate::db::slots::{self, SlotRow};
 use axum::routing;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, fields, matching, named, one_of, schema_of, time,
+    Operation, Parameter, ParameterLocation, boolean, fields, matching, named, one_of, schema_of, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, Slot};
@@ -49,12 +49,14 @@ impl FromStr for Cursor {
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let slot = parse_subscription(&call)?;
+    let (mut slot, test) = parse_subscription(&call)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
     let outcome = mutation
         .run(&platform, async |tx| {
             let before = slots::find_subscription(tx, &slot.user, &slot.slot).await?;
+            // The billing system does not know which slots are for tests.
+            slot.is_test = test.unwrap_or_else(|| before.as_ref().is_some_and(|before| before.is_test));
             slots::upsert_subscription(tx, &slot).await?;
             let after = Subscription::from(&slot);
             let change = AuditChange {
@@ -69,16 +71,20 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
     Ok(outcome.into_reply().into_response())
 }
 
-fn parse_subscription(call: &ApiCall) -> Result<SlotRow, Problem> {
+/// Also returns whether the slot is for tests, if the request says so.
+fn parse_subscription(call: &ApiCall) -> Result<(SlotRow, Option<bool>), Problem> {
     let mut fields = call.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
     let plan = fields.required("plan");
     let status = fields.required("status");
     let current_period_end = fields.time("currentPeriodEnd");
-    let subscription =
-        (|| Some(SlotRow { user: user?, slot, plan: plan?, status: status?, current_period_end }))();
-    fields.finish(subscription)
+    let test = fields.boolean("test");
+    let subscription = (|| {
+        let is_test = false;
+        Some(SlotRow { user: user?, slot, plan: plan?, status: status?, current_period_end, is_test })
+    })();
+    fields.finish(subscription.map(|subscription| (subscription, test)))
 }
 
 pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -114,7 +120,7 @@ pub static PUT: Endpoint = Endpoint {
                     ("plan", plan()),
                     ("status", one_of(&["active", "inactive"])),
                 ],
-                &[("slot", slot_name()), ("currentPeriodEnd", time())],
+                &[("slot", slot_name()), ("currentPeriodEnd", time()), ("test", boolean())],
             )
         }),
         responses: &[documented_json(200, "The subscription.", || named("Subscription"))],

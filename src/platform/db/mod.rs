@@ -7,6 +7,7 @@ pub mod alarms;
 pub mod audit;
 pub mod budget;
 pub mod ended_machines;
+pub mod exercises;
 pub mod fleet;
 pub mod idempotency;
 pub mod kept_servers;

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
+use serde_json::Value;
 use tokio_postgres::Row;
 
 use super::{DbError, execute, query, query_opt};
-use crate::rollout_plan::Member;
+use crate::rollout_plan::{Member, Verification};
 use svc_http::request_id;
 use svc_machine::id::{MachineId, RolloutId};
 use svc_machine::name::{Handle, ImageVersion};
@@ -28,10 +29,18 @@ pub struct RolloutRow {
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
+    /// Whether the release is verified on the machines that get it first.
+    pub verify: bool,
+    /// The result of the last verification.
+    pub verification: Option<Value>,
+    /// The end of the claim of the process that verifies it; it may have passed.
+    pub verifying_until: Option<Timestamp>,
+    pub is_verifying: bool,
 }
 
 const COLUMNS: &str = "rollout_id, image_version, state, why, canary, batch_size, max_failures, request_id, \
-                       created_at, updated_at, ended_at";
+                       created_at, updated_at, ended_at, verify, verification, verifying_until, \
+                       coalesce(verifying_until > clock_timestamp(), false) AS is_verifying";
 
 impl RolloutRow {
     fn parse(row: &Row) -> Result<Self, DbError> {
@@ -50,7 +59,21 @@ impl RolloutRow {
             created_at: row.get("created_at"),
             updated_at: row.get("updated_at"),
             ended_at: row.get("ended_at"),
+            verify: row.get("verify"),
+            verification: row.get("verification"),
+            verifying_until: row.get("verifying_until"),
+            is_verifying: row.get("is_verifying"),
         })
+    }
+
+    /// The state of its verification.
+    pub fn verification_state(&self) -> Verification {
+        let has_passed = self.verification.as_ref().is_some_and(|last| last["passed"] == true);
+        match (self.verify, has_passed, self.is_verifying) {
+            (false, ..) | (_, true, _) => Verification::Settled,
+            (_, _, true) => Verification::Running,
+            _ => Verification::Due,
+        }
     }
 }
 
@@ -60,6 +83,7 @@ pub struct NewRollout<'a> {
     pub canary: i32,
     pub batch_size: i32,
     pub max_failures: i32,
+    pub verify: bool,
     /// Each with its batch.
     pub machines: &'a [(MachineId, i32)],
 }
@@ -68,11 +92,13 @@ pub struct NewRollout<'a> {
 /// [`DbError`]; `rollouts_open` is violated if another rollout is open.
 pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<RolloutId, DbError> {
     let id = RolloutId::new();
-    let sql = "INSERT INTO rollouts (rollout_id, image_version, state, canary, batch_size, max_failures, request_id) \
-               VALUES ($1, $2, 'running', $3, $4, $5, $6)";
+    let sql = "INSERT INTO rollouts (rollout_id, image_version, state, canary, batch_size, max_failures, request_id, verify) \
+               VALUES ($1, $2, 'running', $3, $4, $5, $6, $7)";
     let version = new.image_version.as_str();
     let request = request_id::current();
-    execute(tx, sql, &[&id.0, &version, &new.canary, &new.batch_size, &new.max_failures, &request]).await?;
+    let params: super::Params<'_> =
+        &[&id.0, &version, &new.canary, &new.batch_size, &new.max_failures, &request, &new.verify];
+    execute(tx, sql, params).await?;
     let (machines, batches): (Vec<uuid::Uuid>, Vec<i32>) =
         new.machines.iter().map(|(id, batch)| (id.0, *batch)).unzip();
     let sql = "INSERT INTO rollout_machines (rollout_id, machine_id, batch, state) \
@@ -217,6 +243,48 @@ pub async fn restart_timeouts(tx: &Transaction<'_>, rollout: RolloutId) -> Resul
 pub async fn claim_unnotified(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
     let sql = "UPDATE rollout_machines SET nudged_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked' \
                AND nudged_at IS NULL RETURNING machine_id";
+    Ok(query(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// Claims the verification for this time, and returns the rollout with the claim.
+pub async fn claim_verification(
+    tx: &Transaction<'_>,
+    rollout: RolloutId,
+    claim: Duration,
+) -> Result<Option<RolloutRow>, DbError> {
+    let sql = format!(
+        "UPDATE rollouts SET verifying_until = clock_timestamp() + make_interval(secs => $2) WHERE rollout_id = $1 \
+         RETURNING {COLUMNS}"
+    );
+    query_opt(tx, &sql, &[&rollout.0, &claim.as_secs_f64()])
+        .await?
+        .as_ref()
+        .map(RolloutRow::parse)
+        .transpose()
+}
+
+/// Records the result of a verification and ends its claim. Returns whether the claim was still this one.
+pub async fn record_verification(
+    tx: &Transaction<'_>,
+    claimed: &RolloutRow,
+    verification: &Value,
+) -> Result<bool, DbError> {
+    let sql = "UPDATE rollouts SET verification = $3, verifying_until = NULL, updated_at = clock_timestamp() \
+               WHERE rollout_id = $1 AND verifying_until = $2";
+    Ok(execute(tx, sql, &[&claimed.id.0, &claimed.verifying_until, &verification]).await? > 0)
+}
+
+/// Forgets the result of a verification that has not passed, and its claim, so that it is made again.
+pub async fn reset_verification(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
+    let sql = "UPDATE rollouts SET verification = NULL, verifying_until = NULL WHERE rollout_id = $1 \
+               AND NOT coalesce((verification ->> 'passed')::boolean, false)";
+    execute(tx, sql, &[&rollout.0]).await.map(drop)
+}
+
+/// The machines that have the release.
+pub async fn list_updated(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
+    let sql = "SELECT machine_id FROM rollout_machines WHERE rollout_id = $1 AND state = 'updated' \
+               ORDER BY batch, machine_id LIMIT 100";
     Ok(query(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 

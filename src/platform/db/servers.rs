@@ -33,6 +33,24 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
+/// The servers of the platform's machines.
+#[derive(Debug, Clone, Copy)]
+pub struct OwnServers {
+    pub existing: u64,
+    /// Their machines have none yet.
+    pub ordered: u64,
+}
+
+pub async fn count_own(client: &impl GenericClient) -> Result<OwnServers, DbError> {
+    let sql = "SELECT count(*) FILTER (WHERE provider_server_id IS NOT NULL AND server_deleted_at IS NULL), \
+               count(*) FILTER (WHERE provider_server_id IS NULL AND deleted_at IS NULL AND retired_at IS NULL \
+                   AND status IN ('provisioning', 'recovering')) \
+               FROM user_machines WHERE server_deleted_at IS NULL";
+    let counted = query_opt(client, sql, &[]).await?;
+    let number = |at: usize| counted.as_ref().map_or(0, |row| row.get::<_, i64>(at).unsigned_abs());
+    Ok(OwnServers { existing: number(0), ordered: number(1) })
+}
+
 /// Machines in their slots that fail if their servers are gone: they are running, resizing, or may resume after a
 /// resize.
 const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \

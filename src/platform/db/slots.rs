@@ -22,6 +22,8 @@ pub struct SlotRow {
     pub plan: Plan,
     pub status: SubscriptionStatus,
     pub current_period_end: Option<Timestamp>,
+    /// Not a customer's slot.
+    pub is_test: bool,
 }
 
 impl SlotRow {
@@ -40,11 +42,12 @@ impl SlotRow {
             plan: text("plan").parse().map_err(|e| unreadable("plan", e))?,
             status: text("status").parse().map_err(|e| unreadable("status", format!("{e}")))?,
             current_period_end: row.get("current_period_end"),
+            is_test: row.get("is_test"),
         })
     }
 }
 
-const COLUMNS: &str = "idp_user_id, slot, plan, status, current_period_end";
+const COLUMNS: &str = "idp_user_id, slot, plan, status, current_period_end, is_test";
 
 pub async fn find_subscription(
     client: &impl GenericClient,
@@ -77,12 +80,13 @@ pub async fn list(
 
 /// Inserts a slot, or replaces its subscription.
 pub async fn upsert_subscription(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbError> {
-    let sql = "INSERT INTO slots (idp_user_id, slot, plan, status, current_period_end) \
-               VALUES ($1, $2, $3, $4, $5) ON CONFLICT (idp_user_id, slot) DO UPDATE SET plan = EXCLUDED.plan, \
-               status = EXCLUDED.status, current_period_end = EXCLUDED.current_period_end, updated_at = now()";
+    let sql = "INSERT INTO slots (idp_user_id, slot, plan, status, current_period_end, is_test) \
+               VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (idp_user_id, slot) DO UPDATE SET plan = EXCLUDED.plan, \
+               status = EXCLUDED.status, current_period_end = EXCLUDED.current_period_end, \
+               is_test = EXCLUDED.is_test, updated_at = now()";
     let (user, name) = (slot.user.as_str(), slot.slot.as_str());
     let params: super::Params<'_> =
-        &[&user, &name, &slot.plan.as_str(), &slot.status.as_str(), &slot.current_period_end];
+        &[&user, &name, &slot.plan.as_str(), &slot.status.as_str(), &slot.current_period_end, &slot.is_test];
     execute(client, sql, params).await.map(drop)
 }
 
@@ -172,6 +176,7 @@ mod tests {
             plan: Plan::Starter,
             status,
             current_period_end: end.map(|end| end.parse().unwrap()),
+            is_test: false,
         };
         assert!(slot(SubscriptionStatus::Active, None).is_entitled(now));
         assert!(slot(SubscriptionStatus::Active, Some("2026-01-07T00:00:00Z")).is_entitled(now));

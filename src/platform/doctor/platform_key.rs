@@ -55,7 +55,7 @@ async fn named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<NamedKey, Ma
     match config.store.open() {
         Ok(bucket) => mark::check(&bucket, ids).await,
         // The check of the store reports it.
-        Err(_) => Ok(NamedKey::Nothing),
+        Err(_) => Ok(NamedKey::NoMark),
     }
 }
 

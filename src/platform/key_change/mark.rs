@@ -46,7 +46,7 @@ pub enum NamedKey {
     Current,
     Previous,
     /// No mark exists yet.
-    Nothing,
+    NoMark,
 }
 
 /// The mark names a key that this process does not have.
@@ -162,7 +162,7 @@ async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
 }
 
 fn classify(found: Option<&Versioned<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
-    let Some(found) = found else { return Ok(NamedKey::Nothing) };
+    let Some(found) = found else { return Ok(NamedKey::NoMark) };
     let named = &found.value.key_id;
     if named == ids.current.as_str() {
         return Ok(NamedKey::Current);
@@ -187,7 +187,7 @@ mod tests {
     #[tokio::test]
     async fn write_replaces_previous_key_but_keeps_unknown_key() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
-        assert_eq!(check(&bucket, &ids(1, None)).await.unwrap(), NamedKey::Nothing);
+        assert_eq!(check(&bucket, &ids(1, None)).await.unwrap(), NamedKey::NoMark);
         write(&bucket, &ids(1, None)).await.unwrap();
         assert_eq!(check(&bucket, &ids(2, Some(1))).await.unwrap(), NamedKey::Previous);
         write(&bucket, &ids(2, Some(1))).await.unwrap();

@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 use super::leased::HeldOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint};
+use crate::alarms;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
@@ -64,7 +65,10 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
     let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
     let Ok(response) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
     match response {
-        Ok(created) => Ok(record_server("created", &created.server, &created.actions)),
+        Ok(created) => {
+            alarms::end_provider_limit(platform).await;
+            Ok(record_server("created", &created.server, &created.actions))
+        }
         Err(error) => handle_create_error(held, &machine, error).await,
     }
 }

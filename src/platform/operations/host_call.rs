@@ -248,22 +248,35 @@ fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Re
     if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
 }
 
+/// The base URL of a host, and a client that connects to its address and verifies its key.
+///
+/// # Errors
+/// If the machine has no address yet, or never registered.
+pub fn client_of(
+    platform: &Platform,
+    machine: &MachineRow,
+    deadlines: Deadlines,
+) -> anyhow::Result<(Url, reqwest::Client)> {
+    let address = machine.public_ipv4.context("the machine has no address")?;
+    let pin = machine.tls_pin.context("the machine never registered")?;
+    let trust = &platform.config.trust;
+    let name = trust.server_name(machine.id, address);
+    let base = Url::parse(&format!("https://{}:{}/", name.to_str(), machine.https_port))?;
+    let tls = trust.client_config(pin, trust.chain_from(machine.id, machine.registered_at))?;
+    Ok((base, client::to_address(deadlines, tls, &name.to_str(), address.into())?))
+}
+
 async fn send(
     platform: &Platform,
     machine: &MachineRow,
     request: &HostRequest,
 ) -> anyhow::Result<reqwest::Response> {
-    let address = machine.public_ipv4.context("the machine has no address")?;
-    let pin = machine.tls_pin.context("the machine never registered")?;
-    let trust = &platform.config.trust;
-    let name = trust.server_name(machine.id, address);
-    let mut url = Url::parse(&format!("https://{}:{}{}", name.to_str(), machine.https_port, request.path))?;
+    let (mut url, client) = client_of(platform, machine, CALL_DEADLINES)?;
+    url.set_path(request.path);
     if !request.query.is_empty() {
         url.query_pairs_mut().extend_pairs(&request.query);
     }
-    let tls = trust.client_config(pin, trust.chain_from(machine.id, machine.registered_at))?;
     let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims(machine, request));
-    let client = client::to_address(CALL_DEADLINES, tls, &name.to_str(), address.into())?;
     let call = client.request(request.method.clone(), url).header(proof::HEADER, signed);
     let mut call = request_id::onward(call);
     if let Some(body) = &request.body {

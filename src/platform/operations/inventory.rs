@@ -181,7 +181,7 @@ async fn is_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Resul
 /// Counts the servers of this pass with those of the last hour: a slow mass loss is still a mass loss.
 async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -> anyhow::Result<Fuse> {
     let failed = db::servers::count_failed_as_gone(session, LOSS_WINDOW).await?;
-    let limit = alarms::limit(live.len());
+    let limit = alarms::max_missing_servers(live.len());
     let is_none_listed = missing == live.len() && missing >= MIN_NONE_LISTED;
     let is_over = missing.saturating_add(failed) > limit || is_none_listed;
     let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});

@@ -352,7 +352,7 @@ pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, n
     let slot = format!("{}/{}", machine.user, machine.slot);
     tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the fence of the slot");
     let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
-    alarms::inform(platform, Alarm::UnverifiedFence, &detail).await;
+    alarms::raise_or_log(platform, Alarm::UnverifiedFence, &detail).await;
 }
 
 /// Raises the alarm that names the slot with the later holder.
@@ -361,7 +361,7 @@ pub async fn raise_alarm(platform: &Platform, machine: &MachineRow, holder: Late
     let slot = format!("{}/{}", machine.user, machine.slot);
     tracing::warn!(slot, %holder, %epoch, "the store knows of a later holder of the slot than the database");
     let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
-    alarms::inform(platform, Alarm::DatabaseBehindStore, &detail).await;
+    alarms::raise_or_log(platform, Alarm::DatabaseBehindStore, &detail).await;
 }
 
 #[cfg(test)]

@@ -157,7 +157,7 @@ async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let unknown = db::operations::count_unsupported(&session, &vocabulary()).await?;
     drop(session);
     if unknown > 0 {
-        alarms::inform(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
+        alarms::raise_or_log(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
     }
     Ok(())
 }

@@ -47,6 +47,9 @@ fn summary(row: &RolloutRow, totals: RolloutTotals) -> RolloutSummary {
         created_at: row.created_at.into(),
         updated_at: row.updated_at.into(),
         ended_at: row.ended_at.map(Into::into),
+        verify: row.verify,
+        // One that a later release wrote in another form is not shown.
+        verification: row.verification.clone().and_then(|last| serde_json::from_value(last).ok()),
         request_id: row.request_id.clone(),
     }
 }

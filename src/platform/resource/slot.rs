@@ -11,6 +11,7 @@ impl From<&SlotRow> for Subscription {
             plan: row.plan.into(),
             status: row.status.into(),
             current_period_end: row.current_period_end.map(Into::into),
+            test: row.is_test,
         }
     }
 }

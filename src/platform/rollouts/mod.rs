@@ -5,6 +5,8 @@
 //! next heartbeat delivers the same request. Both carry the request that created the rollout: a host never retries a
 //! failed request, but a later rollout of the same release is a new one.
 
+mod verification;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -68,12 +70,13 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
     let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
-    let effects = rollout_plan::next(pace, max_failures, &members);
+    let effects = rollout_plan::next(pace, max_failures, rollout.verification_state(), &members);
     let has_effects = !effects.is_empty();
     if has_effects {
         failpoint::pass("rollouts.decided")?;
     }
     let mut ended = Vec::new();
+    let mut to_verify = None;
     for effect in &effects {
         match effect {
             Effect::End { machine, state, error } => {
@@ -85,6 +88,10 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
                 tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "machine of a rollout ended");
             }
             Effect::RequestUpdate { machine } => rollouts::request_update(&tx, rollout.id, *machine).await?,
+            Effect::Verify => {
+                let claimed = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM).await?;
+                to_verify = claimed.zip(Some(rollouts::list_updated(&tx, rollout.id).await?));
+            }
             Effect::Stop { why } => end(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
             Effect::Succeed => end(&tx, &rollout, RolloutState::Succeeded, None).await?,
         }
@@ -100,6 +107,14 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     drop(session);
     for state in ended {
         ROLLOUT_MACHINES.add_one([state.as_str()]);
+    }
+    if let Some((claimed, machines)) = to_verify {
+        let (platform, id) = (Arc::clone(platform), request_id::current());
+        tokio::spawn(request_id::run_with_id(id, async move {
+            if let Err(error) = verification::run(&platform, &claimed, machines).await {
+                tracing::warn!(rollout = %claimed.id, error = %chain(error.as_ref()), "cannot verify a rollout's release");
+            }
+        }));
     }
     if !unnotified.is_empty() {
         // Slow hosts do not delay the rollout.

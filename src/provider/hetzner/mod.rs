@@ -4,6 +4,7 @@
 
 mod budget;
 mod call;
+mod pricing;
 mod wire;
 
 use std::sync::Arc;
@@ -17,13 +18,14 @@ use url::Url;
 use self::budget::Budget;
 pub use self::call::CallLimits;
 use self::call::{Call, Connection, Idempotence};
+use self::pricing::PricingResponse;
 use self::wire::{
-    ChangeType, CreateServer, CreatedServer, ManyLocations, ManyServerTypes, ManyServers, OneAction,
-    OneServer,
+    ChangeType, CountedServers, CreateServer, CreatedServer, ManyLocations, ManyServerTypes, ManyServers,
+    OneAction, OneServer,
 };
 use super::{
     Action, ActionId, Allowance, Created, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId,
-    ServerOrder, ServerTypeInfo,
+    ServerOrder, ServerPrices, ServerTypeInfo,
 };
 use svc_machine::name::{Location, ServerType};
 
@@ -180,6 +182,19 @@ impl Provider for Hetzner {
         let response: ManyServerTypes =
             self.connection.json(Call::get("get server type", "/server_types", &query)).await?;
         Ok(response.server_types.into_iter().map(ServerTypeInfo::from).find(|found| found.name == *name))
+    }
+
+    async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
+        let response: PricingResponse =
+            self.connection.json(Call::get("get prices", "/pricing", &[])).await?;
+        Ok(response.prices_of(name))
+    }
+
+    async fn count_servers(&self) -> Result<u64, ProviderError> {
+        let query = [("page", "1"), ("per_page", "1")];
+        let response: CountedServers =
+            self.connection.json(Call::get("count servers", "/servers", &query)).await?;
+        Ok(response.meta.pagination.total_entries)
     }
 }
 

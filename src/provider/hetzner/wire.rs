@@ -86,6 +86,22 @@ pub(super) struct ManyServers {
     pub(super) meta: Meta,
 }
 
+/// A page of servers of which only the total is used.
+#[derive(Deserialize)]
+pub(super) struct CountedServers {
+    pub(super) meta: CountedMeta,
+}
+
+#[derive(Deserialize)]
+pub(super) struct CountedMeta {
+    pub(super) pagination: CountedPagination,
+}
+
+#[derive(Deserialize)]
+pub(super) struct CountedPagination {
+    pub(super) total_entries: u64,
+}
+
 #[derive(Deserialize)]
 pub(super) struct ManyServerTypes {
     pub(super) server_types: Vec<WireServerType>,

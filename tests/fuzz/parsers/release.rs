@@ -64,6 +64,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 // Expired at the time of the check.
                 expires_at: at(1_796_083_200_001 + life),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
+                removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),
             };
             serde_json::to_vec(&manifest).expect("a manifest is JSON")
         },

@@ -10,7 +10,7 @@ use super::{invariants, release};
 use kit::bundle;
 use kit::pg::PgBinaries;
 use kit::s3::{Fault, Rule};
-use kit::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, Timeouts, USER, eventually};
+use kit::story::{CONFIRMED, HANDLE, IMAGE_VERSION, MachineRecord, Stack, Timeouts, USER, eventually};
 pub use kit::story::{
     backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
 };
@@ -47,7 +47,7 @@ pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: BundleP
 
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=800"];
-    let run = stack.svcctl(&args).await?.success()?;
+    let run = stack.svcctl(&[&args[..], &CONFIRMED].concat()).await?.success()?;
     let machine = MachineRecord::read(&run.stdout)?;
     ensure!(machine.status == "running" && machine.epoch == 1, "the machine is {machine:?}");
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))

@@ -46,7 +46,8 @@ impl World {
         let provisioned = stack.provision(&process, "user_2").await;
         let waits = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
         let operation = provisioned["operationId"].as_str().unwrap().to_owned();
-        let deploy = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
+        // The test plays the hosts, which cannot be verified.
+        let deploy = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0, "verify": false});
         let deployed = stack.post(&process, "/vps/deploy", &deploy).await;
         let rollout = deployed.body["rolloutId"].as_str().unwrap().to_owned();
         let mut operators = Vec::new();
@@ -185,7 +186,8 @@ impl Side for World {
             "imageVersion" => json!("v1"),
             "bundleSha256" => json!(DIGEST),
             "epoch" => json!(1),
-            "allowEmpty" | "empty" => json!(false),
+            "confirmedMonthlyCost" => json!("9.50 EUR"),
+            "allowEmpty" | "empty" | "verify" => json!(false),
             // A decision names a snapshot or accepts the loss.
             "acceptLoss" if is_of_operation(operation) => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
@@ -319,7 +321,7 @@ async fn without_store(world: &World) {
             continue;
         }
         let request = match operation.id {
-            "provision" => {
+            "provision" | "quoteProvision" => {
                 let body = json!({"idpUserId": "user_3", "handle": "third"});
                 world.known(operation, operation.path).json(&body)
             }

@@ -91,7 +91,23 @@ fn process(stack: &Stack, settings: &[(&str, String)], more: &[(&str, &str)]) ->
 }
 
 async fn provisioning(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
+    for path in ["/vps/provision", "/vps/provision/quote"] {
+        refused_provisions(rows, settings, path).await;
+    }
     let (world, path) = (rows.world, "/vps/provision");
+    let mut body = provision_body("user_small");
+    (body["confirmedMonthlyCost"], body["confirmedOptIn"]) = (json!("1.00 EUR"), json!(true));
+    rows.post(path, &body, 409, "price_changed").await;
+    let confirming = process(&world.stack, settings, &[("PROVISION_CONFIRMATION", "true")]);
+    rows.post_to(&confirming, path, &provision_body("user_small"), 428, "confirmation_required").await;
+    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    world.stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
+    rows.post("/vps/provision/quote", &provision_body("user_small"), 503, "unavailable").await;
+    world.stack.provider.clear_faults();
+}
+
+async fn refused_provisions(rows: &mut Rows<'_>, settings: &[(&str, String)], path: &str) {
+    let world = rows.world;
     let with = |user: &str, more: &Value| {
         let mut body = provision_body(user);
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -109,6 +125,8 @@ async fn provisioning(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let none = process(&world.stack, settings, &[("PREVIEW_MAX_PER_OWNER", "0")]);
     let preview = with("user_small", &json!({"kind": "preview"}));
     rows.post_to(&none, path, &preview, 429, "preview_limit_reached").await;
+    let full = process(&world.stack, settings, &[("PROVIDER_SERVER_LIMIT", "1")]);
+    rows.post_to(&full, path, &provision_body("user_small"), 409, "server_limit_reached").await;
     let other_kind = with("user_1", &json!({"kind": "preview", "handle": "h-user-1"}));
     rows.post(path, &other_kind, 409, "invalid_state").await;
     world.stack.subscribe(&world.process, "user_damaged").await;
@@ -235,7 +253,8 @@ async fn rollouts(rows: &mut Rows<'_>) {
         rows.post(&of(word), &json!({}), 409, "conflict").await;
     }
     // Only a rollout that has ended cannot be aborted.
-    let done = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
+    let mut done = open;
+    done["verify"] = json!(false);
     let beat = super::super::stack::heartbeat_of(&world.runs);
     world.stack.send_heartbeat(&world.process, &world.runs, &beat).await;
     let done = world.send(world.operator_call(Method::POST, path, &done)).await;

@@ -1,12 +1,12 @@
 //! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
 //! Contains the command line, the configuration and the order of steps. A retry after a lost response or a restart
-//! sends the identical bytes, which `ledger` stores.
+//! sends the identical bytes, which `state` stores.
 
 mod call;
 mod failure;
-mod ledger;
 mod stage;
+mod state;
 
 use std::ffi::OsString;
 use std::net::SocketAddr;
@@ -24,7 +24,7 @@ use crate::system::probe::Gateway;
 use crate::system::release;
 use crate::system::vars;
 use call::{RegistrationClient, RegistrationError};
-use ledger::Ledger;
+use state::RegistrationState;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_base::failpoint;
@@ -156,8 +156,8 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let config = RegisterConfig::read(layout, &mut env);
     let config = env.finish(config)?;
     failpoint::pass("register.begin").or_exit(Exit::Internal)?;
-    let ledger = Ledger::read(layout).or_exit(Exit::Internal)?;
-    if let Some(done) = ledger.as_ref().filter(|ledger| ledger.is_registered(config.identity.machine)) {
+    let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
+    if let Some(done) = state.as_ref().filter(|state| state.is_registered(config.identity.machine)) {
         tracing::info!(epoch = %config.identity.epoch, "registered already");
         warn_of_changed_key(layout, done);
         return Ok(());
@@ -171,12 +171,12 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
         tls_spki_sha256: pin.to_string(),
         boot_ms: boot_ms(layout),
     };
-    let mut ledger = Ledger::reuse_or_create(layout, ledger, &body).or_exit(Exit::Internal)?;
+    let mut state = RegistrationState::reuse_or_create(layout, state, &body).or_exit(Exit::Internal)?;
     failpoint::pass("register.written").or_exit(Exit::Internal)?;
     let platform = RegistrationClient::new(&config.platform, &config.token).or_exit(Exit::Config)?;
-    let response = platform.register(ledger.sent(), config.platform_deadline).await.map_err(failure)?;
+    let response = platform.register(state.sent(), config.platform_deadline).await.map_err(failure)?;
     failpoint::pass("register.answered").or_exit(Exit::Internal)?;
-    ledger.mark_registered(layout).or_exit(Exit::Internal)?;
+    state.mark_registered(layout).or_exit(Exit::Internal)?;
     tracing::info!(status = %response.status, epoch = %response.epoch, "registered");
     Ok(())
 }
@@ -216,7 +216,7 @@ fn boot_ms(layout: &Layout) -> Option<u64> {
 }
 
 /// Warns of a changed key: the platform has only the registered one, so it refuses this machine's certificate.
-fn warn_of_changed_key(layout: &Layout, done: &Ledger) {
+fn warn_of_changed_key(layout: &Layout, done: &RegistrationState) {
     if let Ok(Some(pin)) = probe::pin(layout)
         && !done.has_pin(pin)
     {

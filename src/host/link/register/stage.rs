@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 
 use super::call::RegistrationClient;
-use super::ledger::Ledger;
+use super::state::RegistrationState;
 use crate::system::config;
 use crate::system::config::{Identity, PlatformLink};
 use crate::system::layout::Layout;
@@ -34,8 +34,8 @@ async fn send_stage(layout: &Layout, stage: BootStageName) -> Result<(), Failure
     let platform = PlatformLink::read(&mut env, layout);
     let token = env.required_secret(&vars::REGISTRATION_TOKEN);
     let ((identity, platform), token) = env.finish(identity.zip(platform).zip(token))?;
-    let ledger = Ledger::read(layout).or_exit(Exit::Internal)?;
-    if ledger.is_some_and(|ledger| ledger.is_registered(identity.machine)) {
+    let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
+    if state.is_some_and(|state| state.is_registered(identity.machine)) {
         // A later start of a registered machine, whose token is used up.
         return Ok(());
     }

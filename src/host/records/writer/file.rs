@@ -87,7 +87,7 @@ impl AppendFile {
     }
 
     /// Bytes that are not yet written.
-    pub fn left(&self) -> usize {
+    pub fn unwritten_bytes(&self) -> usize {
         self.pending_bytes
     }
 
@@ -188,7 +188,7 @@ impl AppendFile {
 ///
 /// # Errors
 /// The files cannot be read or renamed.
-pub fn replace(path: &Path, replacement: &Path, expected: Extent) -> io::Result<bool> {
+pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: Extent) -> io::Result<bool> {
     if Extent::of(&File::open(path)?)? != expected {
         return Ok(false);
     }

@@ -44,7 +44,7 @@ pub trait Sink {
 
 impl Sink for Upload {
     fn max_chunk_bytes(&self) -> usize {
-        Self::room(self)
+        Self::part_space(self)
     }
 
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {

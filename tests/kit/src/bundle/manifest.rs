@@ -31,6 +31,9 @@ pub struct Manifest {
     /// Keys that hosts trust once this release is healthy on them; `None` keeps the current set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<KeySet>,
+    /// Parts of earlier releases that this one removes on purpose.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub removes: Vec<String>,
 }
 
 /// Keys that hosts trust, with the sequence number of the set.
@@ -115,6 +118,7 @@ mod tests {
             created_at: "2026-01-02T03:04:05.000Z".to_owned(),
             expires_at: "2027-01-02T03:04:05.000Z".to_owned(),
             trusted_keys: None,
+            removes: Vec::new(),
         }
     }
 

@@ -73,6 +73,8 @@ pub struct Options {
     /// All of these keys sign the manifest.
     pub signing_keys: Vec<PathBuf>,
     pub trusted_keys: Option<KeySet>,
+    /// Parts of earlier releases that this one removes on purpose.
+    pub removes: Vec<String>,
     pub min_version: Option<String>,
     pub created_at: Timestamp,
     pub valid_days: u32,
@@ -93,6 +95,7 @@ impl Options {
             runtime: Vec::new(),
             signing_keys: Vec::new(),
             trusted_keys: None,
+            removes: Vec::new(),
             min_version: None,
             created_at: Timestamp::from_second(source_date())?,
             valid_days: VALID_DAYS,
@@ -108,6 +111,9 @@ pub struct Bundle {
     pub sha256: String,
     pub size_bytes: u64,
 }
+
+/// The parts without which hosts refuse an update from a release that has them.
+const REQUIRED_PARTS: [&str; 2] = ["postgres", "shell"];
 
 /// Builds the smallest bundle that boots, with the kit's apps and the project's units.
 pub fn build_minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bundle> {
@@ -151,6 +157,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
         created_at: manifest::format_time(options.created_at),
         expires_at: manifest::format_time(expires_at),
         trusted_keys: options.trusted_keys.clone(),
+        removes: options.removes.clone(),
     };
     let manifest = manifest.text()?;
     fs::rename(&staged, out.join(ARCHIVE))?;
@@ -175,6 +182,21 @@ fn check_key_set(set: &KeySet, signing: &[SigningKey]) -> Result<()> {
         "none of the trusted keys signs this bundle: hosts would refuse the set\n  \
          next: sign with a key of the set as well (repeat --signing-key)"
     );
+    Ok(())
+}
+
+/// Refuses to declare the removal of a part that the bundle has, or that hosts never let a release remove.
+fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
+    for part in removes {
+        ensure!(
+            components.iter().all(|component| component.name != *part),
+            "the bundle contains {part}, which --removes declares as removed: leave out one of both"
+        );
+        ensure!(
+            !REQUIRED_PARTS.contains(&part.as_str()),
+            "hosts refuse every release without {part}: it cannot be removed"
+        );
+    }
     Ok(())
 }
 
@@ -236,6 +258,7 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     if options.systemd.is_dir() {
         tree.copy("systemd", &options.systemd)?;
     }
+    check_removals(&options.removes, &components)?;
     tree.bytes("release.json", release::text(&options.image_version, options.created_at, &components)?);
     Ok(tree)
 }

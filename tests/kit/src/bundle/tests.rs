@@ -139,6 +139,26 @@ fn manifest_describes_archive_and_is_signed() {
 }
 
 #[test]
+fn removed_parts_are_in_the_manifest_and_not_in_the_bundle() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = Options::new(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap();
+    options.removes = vec!["code-server".to_owned(), "agents/claude".to_owned()];
+    build(&options).unwrap();
+    let manifest = fs::read(options.out.join(format!("{ARCHIVE}.json"))).unwrap();
+    let manifest: serde_json::Value = serde_json::from_slice(&manifest).unwrap();
+    assert_eq!(manifest["removes"], serde_json::json!(["code-server", "agents/claude"]));
+    for (part, why) in [
+        ("notes", "the bundle contains notes"),
+        ("shell", "cannot be removed"),
+        ("postgres", "cannot be removed"),
+    ] {
+        options.removes = vec![part.to_owned()];
+        let refused = build(&options).unwrap_err().to_string();
+        assert!(refused.contains(why), "{part}: {refused}");
+    }
+}
+
+#[test]
 fn minimal_bundle_has_kit_apps_and_all_folders() {
     let dir = tempfile::tempdir().unwrap();
     let found = unpack(&build_minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());

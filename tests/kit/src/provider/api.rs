@@ -30,6 +30,7 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .route("/v1/actions/{id}", get(get_action))
         .route("/v1/server_types", get(list_server_types))
         .route("/v1/locations", get(list_locations))
+        .route("/v1/pricing", get(get_pricing))
         .fallback(not_found)
         .with_state(cloud)
 }
@@ -138,6 +139,10 @@ async fn list_locations(Query(query): Query<NameQuery>) -> Json<Value> {
         catalog::LOCATIONS.iter().filter(matches).map(|name| json!({"name": name})).collect();
     let meta = wire::pagination(1, 50, found.len());
     Json(json!({"locations": found, "meta": meta}))
+}
+
+async fn get_pricing(State(cloud): Shared) -> Json<Value> {
+    Json(json!({"pricing": catalog::pricing(cloud.inventory().price_percent)}))
 }
 
 async fn not_found() -> Result<Response, Refusal> {

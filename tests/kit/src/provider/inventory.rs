@@ -103,6 +103,8 @@ pub(super) struct Inventory {
     creations: Vec<Creation>,
     addresses: Addresses,
     server_limit: usize,
+    /// Prices of servers, in percent of the usual ones.
+    pub(super) price_percent: u32,
     next_id: i64,
 }
 
@@ -115,6 +117,7 @@ impl Inventory {
             creations: Vec::new(),
             addresses,
             server_limit,
+            price_percent: 100,
             next_id: 1000,
         }
     }

@@ -175,6 +175,11 @@ impl Simulator {
         self.cloud.inventory().hidden = names.iter().cloned().collect();
     }
 
+    /// Sets the prices of servers, in percent of the usual ones.
+    pub fn set_price_percent(&self, percent: u32) {
+        self.cloud.inventory().price_percent = percent;
+    }
+
     /// Whether the server's operating system reacts to the power button (default: it does).
     pub fn set_obeys_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
         self.cloud.set_obeys_shutdown(name, obeys)

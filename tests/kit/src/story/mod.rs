@@ -21,7 +21,7 @@ use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
-pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row};
+pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row, publish_signed};
 pub use self::platform::Platform;
 pub use self::program::Program;
 pub use self::report::{Report, Step, StepFailed};
@@ -29,7 +29,9 @@ pub use self::second_life::{
     Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
 };
 pub use self::slot::BUCKET;
-pub use self::stack::{HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
+pub use self::stack::{
+    CONFIRMED, HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually,
+};
 pub use self::web::WebClient;
 use crate::child;
 

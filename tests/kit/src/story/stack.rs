@@ -21,6 +21,8 @@ use crate::s3::S3Server;
 use crate::vm::HOST_FROM_GUEST;
 
 pub const USER: &str = "user_story";
+/// The options of `svcctl provision` that confirm a new customer.
+pub const CONFIRMED: [&str; 2] = ["--confirm-cost", "--confirm-opt-in"];
 pub const HANDLE: &str = "ada";
 pub const IMAGE_VERSION: &str = "story-1";
 

@@ -20,7 +20,7 @@ fn describe_same_machine(one: &Registration, other: &Registration) -> bool {
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Ledger {
+pub struct RegistrationState {
     version: u32,
     machine_id: MachineId,
     /// The exact text of the request.
@@ -28,7 +28,7 @@ pub struct Ledger {
     registered_at: Option<String>,
 }
 
-impl Ledger {
+impl RegistrationState {
     /// Reads the file. A malformed file was never written completely, so its request was never sent.
     ///
     /// # Errors
@@ -36,7 +36,7 @@ impl Ledger {
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.registration())?;
         let parsed = text.and_then(|text| serde_json::from_slice(&text).ok());
-        Ok(parsed.filter(|ledger: &Self| ledger.version == 1))
+        Ok(parsed.filter(|state: &Self| state.version == 1))
     }
 
     /// Returns the earlier request if it describes the same machine; otherwise writes a new one to disk before it is
@@ -52,9 +52,9 @@ impl Ledger {
             return Ok(earlier);
         }
         let sent = serde_json::to_string(body).expect("a body of plain fields is JSON");
-        let ledger = Self { version: 1, machine_id: body.machine_id, sent, registered_at: None };
-        ledger.write(layout)?;
-        Ok(ledger)
+        let state = Self { version: 1, machine_id: body.machine_id, sent, registered_at: None };
+        state.write(layout)?;
+        Ok(state)
     }
 
     pub fn mark_registered(&mut self, layout: &Layout) -> Result<(), FileError> {
@@ -79,7 +79,7 @@ impl Ledger {
     }
 
     fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("a ledger of plain fields is JSON");
+        let text = serde_json::to_vec(self).expect("a state of plain fields is JSON");
         fsx::write_atomic(&layout.registration(), &text, 0o600)
     }
 }
@@ -99,12 +99,14 @@ mod tests {
             tls_spki_sha256: "11".repeat(32),
             boot_ms: Some(7),
         };
-        let first = Ledger::reuse_or_create(&layout, None, &body).unwrap();
+        let first = RegistrationState::reuse_or_create(&layout, None, &body).unwrap();
         let later = Registration { boot_ms: Some(9), ..body.clone() };
-        let again = Ledger::reuse_or_create(&layout, Ledger::read(&layout).unwrap(), &later).unwrap();
+        let again =
+            RegistrationState::reuse_or_create(&layout, RegistrationState::read(&layout).unwrap(), &later)
+                .unwrap();
         assert_eq!(again.sent(), first.sent());
         let moved = Registration { tls_spki_sha256: "22".repeat(32), ..body };
-        let new = Ledger::reuse_or_create(&layout, Some(again), &moved).unwrap();
+        let new = RegistrationState::reuse_or_create(&layout, Some(again), &moved).unwrap();
         assert_ne!(new.sent(), first.sent());
     }
 }

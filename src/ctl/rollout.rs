@@ -1,52 +1,33 @@
 //! `svcctl verify-rollout`: the checks of a release on a running host before its rollout (specification, part 9).
 
-mod api;
-mod scan;
-mod shell;
-mod site;
-
-use std::time::Duration;
-
 use super::args::VerifyRollout;
 use super::connect::{is_private, secret_from};
 use super::local::LocalChecks;
 use super::out::Out;
 use super::report;
 use crate::vars;
-use site::Site;
 use svc_base::applet::Failure;
 use svc_base::config::Env;
-use svc_base::diagnosis::{self, Check, Findings, Level, Report};
-
-const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
+use svc_base::diagnosis::{Findings, Level, Report};
+use svc_verify::{Site, check_release, fetch_database_server};
 
 pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(), Failure> {
     let from_outside = args.app_url.is_some();
     let worst = if args.strict { Level::Skipped } else { Level::Problem };
     let site = connect_site(args, local)?;
-    let site = &site;
-    let mut findings = shell::check_shell(site, CHECK_TIMEOUT).await;
-    let checks = vec![
-        Check::new("gateway-health", CHECK_TIMEOUT, api::check_health(site)),
-        Check::new("vps-database", CHECK_TIMEOUT, async move {
-            let findings = Findings::new("vps-database");
-            if from_outside {
-                return findings.skipped("the database can be checked only on the host");
-            }
-            let server = api::fetch_database_server(site).await;
-            match (local.own_database)(server.as_deref()) {
-                Ok(what) => findings.ok(what),
-                Err(why) => findings.problem(
-                    why,
-                    "DATABASE_URL in /opt/svc/env/host.env, then systemctl restart svc-gateway",
-                ),
-            }
-        }),
-        Check::new("bridge-schemas", CHECK_TIMEOUT, api::check_schemas(site)),
-        Check::new("legacy-route", CHECK_TIMEOUT, api::check_legacy_route(site)),
-        Check::new("icons", CHECK_TIMEOUT, api::check_icons(site)),
-    ];
-    findings.extend(diagnosis::run_checks(checks).await);
+    let database = async {
+        let findings = Findings::new("vps-database");
+        if from_outside {
+            return findings.skipped("the database can be checked only on the host");
+        }
+        let server = fetch_database_server(&site).await;
+        match (local.own_database)(server.as_deref()) {
+            Ok(what) => findings.ok(what),
+            Err(why) => findings
+                .problem(why, "DATABASE_URL in /opt/svc/env/host.env, then systemctl restart svc-gateway"),
+        }
+    };
+    let findings = check_release(&site, database).await;
     report::print(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 

@@ -1,4 +1,5 @@
-//! A client of a host: through the gateway's trusted socket, or through the router with the owner's session.
+//! A client of a host: through the gateway's trusted socket, through the router with the owner's session, or directly
+//! with proofs of the platform.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use svc_base::chain::chain;
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 
-const TIMEOUTS: Deadlines = Deadlines {
+pub const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(5),
     whole: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(10),
@@ -22,10 +23,29 @@ const TIMEOUTS: Deadlines = Deadlines {
 /// Maximum size of a response body.
 const MAX_BODY_BYTES: usize = 32 << 20;
 
+/// How requests are authenticated.
+pub enum Credential {
+    /// By the trusted socket.
+    None,
+    Header(HeaderName, HeaderValue),
+    /// A new value for each request, because it expires soon.
+    Signed(HeaderName, Box<dyn Fn() -> HeaderValue + Send + Sync>),
+}
+
+impl Credential {
+    fn header(&self) -> Option<(HeaderName, HeaderValue)> {
+        match self {
+            Self::None => None,
+            Self::Header(name, value) => Some((name.clone(), value.clone())),
+            Self::Signed(name, sign) => Some((name.clone(), sign())),
+        }
+    }
+}
+
 pub struct Site {
     client: reqwest::Client,
     base: Url,
-    credential: Option<(HeaderName, HeaderValue)>,
+    credential: Credential,
 }
 
 /// A response with its whole body.
@@ -48,7 +68,12 @@ impl SiteResponse {
 impl Site {
     pub fn by_socket(socket: &Path) -> anyhow::Result<Self> {
         let base = Url::parse("http://gateway/")?;
-        Ok(Self { client: client::over_socket(TIMEOUTS, socket)?, base, credential: None })
+        Ok(Self { client: client::over_socket(TIMEOUTS, socket)?, base, credential: Credential::None })
+    }
+
+    /// A host over a client that verifies the host's key.
+    pub fn direct(client: reqwest::Client, base: Url, credential: Credential) -> Self {
+        Self { client, base, credential }
     }
 
     /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
@@ -62,7 +87,7 @@ impl Site {
         };
         let mut value = HeaderValue::from_str(&text)?;
         value.set_sensitive(true);
-        Ok(Self { client: client::build(TIMEOUTS)?, base, credential: Some((name, value)) })
+        Ok(Self { client: client::build(TIMEOUTS)?, base, credential: Credential::Header(name, value) })
     }
 
     pub fn base(&self) -> &Url {
@@ -95,7 +120,7 @@ impl Site {
         }
         let failed = |error: reqwest::Error| format!("{}: {}", url.path(), chain(&error.without_url()));
         let mut request = self.client.request(method.clone(), url.clone()).header(header::ACCEPT, accept);
-        if let Some((name, value)) = &self.credential {
+        if let Some((name, value)) = self.credential.header() {
             request = request.header(name, value);
         }
         if method != Method::GET {

@@ -1,0 +1,110 @@
+//! `svcctl provision`: shows what a new machine costs and uses, asks for what only the operator knows, and creates it.
+
+use anyhow::anyhow;
+use http::{Method, StatusCode};
+use serde_json::{Map, Value, json};
+
+use super::machine::{allow, finish, insert, insert_list, object, slot_data_at_risk};
+use super::risk;
+use crate::api::{ApiClient, ApiResponse, CallError};
+use crate::args::Provision;
+use crate::confirm;
+use crate::out::Out;
+use crate::show::View;
+use crate::show::quote as shown;
+use svc_base::applet::{Exit, Failure};
+use svc_wire::change::ProvisionedMachine;
+use svc_wire::quote::ProvisionQuote;
+
+const WORD: &str = "yes";
+
+pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
+    if !args.dry_run
+        && let Some(what) = risk::provision_risk(&args)
+        && confirm::is_required(&what, args.yes)?
+    {
+        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
+        confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
+    }
+    let mut body = request(&args);
+    let quote = quote(api, &body).await?;
+    if args.dry_run {
+        let response = quote.ok_or_else(|| {
+            let error =
+                anyhow!("the platform's release is too old for --dry-run\n  next: update the platform");
+            Failure::new(Exit::Unavailable, error)
+        })?;
+        return out.print_response(&response, |view| Ok(shown::show(view, &response.read()?)));
+    }
+    let quote: Option<ProvisionQuote> = quote.map(|response| response.read()).transpose()?;
+    confirm_customer(&args, quote.as_ref())?;
+    if let Some(quote) = quote.as_ref().filter(|quote| quote.adds_customer) {
+        insert(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());
+        body.insert("confirmedOptIn".to_owned(), true.into());
+    }
+    let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
+    finish::<ProvisionedMachine>(api, response, args.wait, out).await
+}
+
+fn request(args: &Provision) -> Map<String, Value> {
+    let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
+    insert(&mut body, "serverType", args.server_type.clone());
+    insert(&mut body, "location", args.location.clone());
+    insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
+    insert(&mut body, "imageVersion", args.image_version.clone());
+    if args.preview {
+        body.insert("kind".to_owned(), "preview".into());
+    }
+    allow(&mut body, "acceptLoss", args.accept_loss);
+    allow(&mut body, "allowEmpty", args.allow_empty);
+    body
+}
+
+/// The quote; `None` from a platform of an older release, which has no such route.
+async fn quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiResponse>, CallError> {
+    let body = Value::Object(body.clone());
+    match api.send(Method::POST, &["vps", "provision", "quote"], Some(&body)).await {
+        Ok(response) => Ok(Some(response)),
+        Err(CallError::Refused(refusal))
+            if matches!(refusal.status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
+                && matches!(refusal.code.as_deref(), Some("not_found" | "method_not_allowed")) =>
+        {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Asks for the confirmations that no option gives, if the provision adds a customer.
+fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
+    let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
+    let warnings = quote.map(shown::warnings).unwrap_or_default();
+    if !adds_customer {
+        return Ok(());
+    }
+    let (cost, opt_in) = (!args.confirm_cost, !args.confirm_opt_in);
+    let missing: Vec<_> = [("--confirm-cost", cost), ("--confirm-opt-in", opt_in)]
+        .into_iter()
+        .filter_map(|(option, is_missing)| is_missing.then_some(option))
+        .collect();
+    let price = match quote {
+        Some(quote) => shown::cost(quote),
+        None => "a cost that this platform's release does not report".to_owned(),
+    };
+    let what = format!("This adds the customer {} (slot {}), at {price}.", args.user, args.slot);
+    if confirm::is_required_without(&what, &missing)? {
+        match quote {
+            Some(quote) => eprint!("{}", shown::show(&View::of_stdout(), quote)),
+            None => eprintln!("{what}"),
+        }
+    } else {
+        warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    }
+    if cost {
+        confirm::prompt(&format!("\nThe monthly cost is accepted: {price}."), WORD)?;
+    }
+    if opt_in {
+        confirm::prompt(&format!("\nThe customer {} has explicitly opted in.", args.user), WORD)?;
+    }
+    Ok(())
+}

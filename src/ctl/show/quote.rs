@@ -1,0 +1,118 @@
+//! Text view of what a provision would do, cost and use.
+
+use super::human::{ago, when};
+use super::table::{self, Cell};
+use super::{Colour, View};
+use svc_wire::fleet::{Exercise, Exercises};
+use svc_wire::quote::{LocationCost, ProvisionQuote};
+
+/// The cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)`.
+pub fn cost(quote: &ProvisionQuote) -> String {
+    let cost = quote.monthly_cost.as_ref().map_or("no cost", |cost| cost.as_str());
+    format!("{cost} a month ({} in {})", quote.server_type, quote.location)
+}
+
+pub fn show(view: &View, quote: &ProvisionQuote) -> String {
+    let place = |name: Option<&str>, unnamed: &str| name.unwrap_or(unnamed).to_owned();
+    let environment = place(quote.environment.as_deref(), "not named (PLATFORM_ENVIRONMENT)");
+    let project = place(quote.provider_project.as_deref(), "not named (PROVIDER_PROJECT)");
+    let existing = quote.existing.as_ref();
+    let existing = existing.map(|machine| format!("{} is {}", machine.machine_id, machine.status));
+    let release = quote.image_version.as_ref().map(|version| format!(", release {version}"));
+    let machine = format!(
+        "{} in {}, {}, handle {}{}",
+        quote.server_type,
+        quote.location,
+        quote.kind,
+        quote.handle,
+        release.unwrap_or_default()
+    );
+    let mut shown = table::pairs(
+        view,
+        &[
+            (
+                "environment",
+                Cell::painted(Some(Colour::Strong), format!("{environment}, {}", quote.platform_url)),
+            ),
+            (
+                "provider",
+                Cell::painted(Some(Colour::Strong), format!("{}, project {project}", quote.provider)),
+            ),
+            ("slot", format!("{}/{}", quote.idp_user_id, quote.slot).into()),
+            ("subscription", subscription(view, quote).into()),
+            ("existing", existing.unwrap_or_default().into()),
+            ("machine", machine.into()),
+        ],
+    );
+    let costs: Vec<_> = quote.costs.iter().map(|cost| ("cost", Cell::from(location_cost(cost)))).collect();
+    shown.push_str(&table::pairs(view, &costs));
+    if !costs.is_empty() {
+        let other = "object storage and extra traffic; no volume and no backup of the provider is ordered";
+        shown.push_str(&table::pairs(view, &[("not included", other.into())]));
+    }
+    shown.push_str(&table::pairs(
+        view,
+        &[("quota", quota(quote).into()), ("exercised", exercises(view, &quote.exercises).into())],
+    ));
+    for warning in warnings(quote) {
+        shown.push_str(&format!("{} {warning}\n", view.paint(Some(Colour::Moving), "warning:")));
+    }
+    shown
+}
+
+fn subscription(view: &View, quote: &ProvisionQuote) -> String {
+    let shown = match &quote.subscription {
+        None => "none".to_owned(),
+        Some(subscription) => {
+            let end = subscription.current_period_end.as_ref();
+            let end = end.map(|end| format!(", paid until {}", when(view.now, end))).unwrap_or_default();
+            let purpose = if subscription.test { ", a test slot" } else { "" };
+            format!("{}, {}{end}{purpose}", subscription.plan, subscription.status)
+        }
+    };
+    if quote.billing_enforced { shown } else { format!("{shown} (not enforced)") }
+}
+
+/// `nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4 0.595 EUR`.
+fn location_cost(cost: &LocationCost) -> String {
+    let LocationCost { location, server, public_ipv4, total, total_net } = cost;
+    let address = public_ipv4.as_ref().map(|price| format!(", public IPv4 {price}")).unwrap_or_default();
+    format!("{location}: {total} a month with VAT, {total_net} without: server {server}{address}")
+}
+
+fn quota(quote: &ProvisionQuote) -> String {
+    match (quote.servers, quote.server_limit) {
+        (None, _) => String::new(),
+        (Some(servers), Some(limit)) => format!("{servers} of {limit} servers; one more fits"),
+        (Some(servers), None) => format!(
+            "{servers} servers; the limit is not known: check it at the provider, and set PROVIDER_SERVER_LIMIT"
+        ),
+    }
+}
+
+/// `recovery 12 d ago, rollback never`.
+pub fn exercises(view: &View, exercises: &Exercises) -> String {
+    let last = |exercise: &Exercise| match &exercise.last_at {
+        Some(at) => ago(view.now, at),
+        None => "never".to_owned(),
+    };
+    format!("recovery {}, rollback {}", last(&exercises.recovery), last(&exercises.rollback))
+}
+
+/// The exercises that are due.
+pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
+    let Exercises { recovery, rollback } = &quote.exercises;
+    [
+        ("recovery", recovery, "`svcctl recover`"),
+        ("rollback", rollback, "`svcctl delete` or `svcctl fail`"),
+    ]
+    .into_iter()
+    .filter(|(_, exercise, _)| !exercise.is_current)
+    .map(|(name, _, command)| {
+        format!(
+            "a {name} was not exercised on a test slot within 90 days: do so before you enable many users \
+             (`svcctl slot set USER --plan PLAN --test`, then {command})"
+        )
+    })
+    .collect()
+}

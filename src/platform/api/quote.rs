@@ -1,0 +1,104 @@
+//! POST `/vps/provision/quote`: what a provision would do, cost and use. It refuses what a provision would refuse, and
+//! changes nothing.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use http::Method;
+
+use super::call::ApiCall;
+use super::endpoint::{Access, Endpoint, OPERATE, OPERATOR, documented_json};
+use super::provision::{self, ProvisionRequest};
+use super::server_quota;
+use crate::context::Platform;
+use crate::{db, exercises, server_cost};
+use svc_base::config::Flag;
+use svc_http::openapi::{Operation, schema_of};
+use svc_http::problem::{Code, Problem};
+use svc_machine::state::Status;
+use svc_wire::quote::{ExistingMachine, ProvisionQuote};
+use svc_wire::slot::Subscription;
+
+async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let request = provision::parse_request(&platform, &call)?;
+    Ok(Json(quote(&platform, &request).await?).into_response())
+}
+
+async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<ProvisionQuote, Problem> {
+    let session = platform.db.session().await?;
+    let existing = provision::check_admission(platform, &session, request).await?;
+    drop(session);
+    let orders_server = existing.as_ref().is_none_or(|machine| machine.status == Status::Failed);
+    let (mut image_version, mut cost, mut listed) = (None, None, None);
+    if orders_server {
+        image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
+        let fallback = request.locations.fallback_for(platform, &request.location);
+        cost = Some(server_cost::read(platform, &request.server_type, &request.location, &fallback).await?);
+        listed = Some(server_quota::count_listed(platform).await);
+    }
+    let session = platform.db.session().await?;
+    let servers = match listed {
+        Some(listed) => Some(server_quota::check_room(platform, &session, listed).await?),
+        None => None,
+    };
+    let config = &platform.config;
+    let subscription = db::slots::find_subscription(&session, &request.user, &request.slot).await?;
+    Ok(ProvisionQuote {
+        environment: config.provisioning.environment.clone(),
+        platform_url: config.hosts.public_url.to_string(),
+        provider: config.provider.api_url.host_str().unwrap_or_default().to_owned(),
+        provider_project: config.provider.project.clone(),
+        idp_user_id: (&request.user).into(),
+        slot: (&request.slot).into(),
+        handle: (&request.handle).into(),
+        kind: request.kind.into(),
+        server_type: (&request.server_type).into(),
+        location: (&request.location).into(),
+        image_version: image_version.map(Into::into),
+        subscription: subscription.as_ref().map(Subscription::from),
+        billing_enforced: config.provisioning.billing_enforcement == Flag::On,
+        adds_customer: request.adds_customer(existing.as_ref()),
+        existing: existing
+            .map(|machine| ExistingMachine { machine_id: machine.id.into(), status: machine.status.into() }),
+        monthly_cost: cost.as_ref().map(|cost| (&cost.highest).into()),
+        costs: cost.map(|cost| cost.by_location).unwrap_or_default(),
+        servers,
+        server_limit: config.provider.server_limit,
+        exercises: exercises::load(&session).await?,
+    })
+}
+
+pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "quoteProvision",
+        method: Method::POST,
+        path: "/vps/provision/quote",
+        summary: "Returns what a provision would do, cost and use. It changes nothing.",
+        credentials: &[OPERATOR],
+        parameters: &[],
+        body: Some(provision::body_schema),
+        responses: &[documented_json(200, "The provision is possible.", schema_of::<ProvisionQuote>)],
+        problems: &[
+            Code::Disabled,
+            Code::SubscriptionRequired,
+            Code::ServerTypeNotAllowed,
+            Code::BundleNotFound,
+            Code::HandleTaken,
+            Code::InvalidState,
+            Code::SnapshotUnusable,
+            Code::DiskTooSmall,
+            Code::PreviewLimitReached,
+            Code::ServerLimitReached,
+            Code::StoreUnavailable,
+            Code::Unavailable,
+            Code::DatabaseUnavailable,
+        ],
+    },
+    serve: || post(handle),
+};

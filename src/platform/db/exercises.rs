@@ -1,0 +1,43 @@
+//! Recoveries and rollbacks on test slots, found in the records that exist anyway.
+
+use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
+
+use super::{DbError, query_opt};
+use svc_machine::id::MachineId;
+
+/// The last success of an exercise.
+#[derive(Debug, Clone, Copy)]
+pub struct ExerciseRow {
+    pub at: Timestamp,
+    pub machine: MachineId,
+}
+
+const TEST_MACHINES: &str =
+    "slots s JOIN user_machines m ON m.idp_user_id = s.idp_user_id AND m.slot = s.slot";
+
+/// The newest recovery of a test slot that succeeded.
+pub async fn find_recovery(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
+    let sql = format!(
+        "SELECT o.ended_at, o.machine_id FROM {TEST_MACHINES} JOIN operations o ON o.machine_id = m.machine_id \
+         WHERE s.is_test AND o.kind = 'recover' AND o.state = 'succeeded' ORDER BY o.ended_at DESC LIMIT 1"
+    );
+    find(client, &sql).await
+}
+
+/// The newest rollback on a test slot: an operator took its machine out of service, or its host rolled a release back.
+pub async fn find_rollback(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
+    let sql = format!(
+        "SELECT a.at, m.machine_id FROM {TEST_MACHINES} JOIN operator_audit a ON a.target = m.machine_id::text \
+         WHERE s.is_test AND a.action IN ('fail', 'delete') \
+         UNION ALL \
+         SELECT r.ended_at, m.machine_id FROM {TEST_MACHINES} JOIN rollout_machines r ON r.machine_id = m.machine_id \
+         WHERE s.is_test AND r.state = 'failed' AND r.error LIKE 'rolled_back%' ORDER BY 1 DESC LIMIT 1"
+    );
+    find(client, &sql).await
+}
+
+async fn find(client: &impl GenericClient, sql: &str) -> Result<Option<ExerciseRow>, DbError> {
+    let found = query_opt(client, sql, &[]).await?;
+    Ok(found.map(|row| ExerciseRow { at: row.get(0), machine: MachineId(row.get(1)) }))
+}

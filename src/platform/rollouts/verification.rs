@@ -1,0 +1,228 @@
+//! Verifies the release of a rollout on the machines that got it first, before the next batch.
+//!
+//! The checks take long, so they run outside of any transaction, under a claim that expires: a process that dies is
+//! succeeded by another one. A finding pauses the rollout and raises an alarm; `resume` verifies again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use http::{HeaderName, HeaderValue};
+use jiff::Timestamp;
+use serde_json::json;
+
+use crate::alarms::{self, Alarm};
+use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
+use crate::db::rollouts::{self, RolloutRow};
+use crate::db::{self, audit};
+use crate::operations::host_call;
+use svc_base::diagnosis::{Finding, Findings, Level};
+use svc_base::untrusted_text;
+use svc_http::proof::{self, Claims, Route};
+use svc_http::request_id;
+use svc_machine::id::MachineId;
+use svc_verify::{CHECK_TIMEOUT, Credential, Site, TIMEOUTS, check_release};
+use svc_wire::rollout::{RolloutFinding, RolloutState, RolloutVerification};
+
+/// Machines that are verified; each has the same release.
+const MAX_MACHINES: usize = 5;
+const MAX_CONCURRENT: usize = 2;
+const MAX_FINDINGS: usize = 20;
+/// A host that was just updated may still be starting.
+const ATTEMPTS: usize = 3;
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
+/// Maximum duration of a verification: each attempt reads the shell, then makes the other checks at the same time.
+const LIMIT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 10);
+/// Lifetime of the claim, which must exceed [`LIMIT`].
+pub const CLAIM: Duration = Duration::from_secs(LIMIT.as_secs() + 60);
+/// Lifetime of a proof, of which each request has its own.
+const PROOF_SECONDS: i64 = 30;
+/// Findings that the rollout's reason names.
+const MAX_NAMED: usize = 3;
+
+/// Verifies the release on these machines and stores the result.
+///
+/// # Errors
+/// When the database is unavailable; then the claim expires.
+pub async fn run(
+    platform: &Arc<Platform>,
+    rollout: &RolloutRow,
+    machines: Vec<MachineId>,
+) -> anyhow::Result<()> {
+    let session = platform.db.session().await?;
+    let mut rows = Vec::new();
+    for machine in machines.into_iter().take(MAX_MACHINES) {
+        rows.extend(db::machines::get(&session, machine).await?);
+    }
+    drop(session);
+    let checks = rows.clone().into_iter().map(|machine| {
+        let platform = Arc::clone(platform);
+        async move { verify_machine(&platform, &machine).await }
+    });
+    let checked = futures_util::stream::iter(checks).buffered(MAX_CONCURRENT).collect::<Vec<_>>();
+    let mut findings: Vec<RolloutFinding> = match tokio::time::timeout(LIMIT, checked).await {
+        Ok(checked) => checked.into_iter().flatten().collect(),
+        Err(_) => rows.iter().map(timed_out).collect(),
+    };
+    findings.truncate(MAX_FINDINGS);
+    let verification = RolloutVerification {
+        at: svc_base::clock::now_ms().into(),
+        passed: findings.is_empty(),
+        handles: rows.iter().map(|machine| (&machine.handle).into()).collect(),
+        findings,
+    };
+    store(platform, rollout, &verification).await
+}
+
+async fn verify_machine(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<RolloutFinding> {
+    let mut findings = Vec::new();
+    for attempt in 0..ATTEMPTS {
+        if attempt > 0 {
+            tokio::time::sleep(RETRY_PAUSE).await;
+        }
+        findings = match site(platform, machine) {
+            Ok(site) => check_release(&site, async { database(machine) }).await,
+            Err(error) => {
+                let what = format!("cannot connect to the host: {error:#}");
+                Findings::new("connection").problem(what, "svcctl status MACHINE").into_list()
+            }
+        };
+        findings.retain(|finding| finding.level == Level::Problem);
+        if findings.is_empty() {
+            break;
+        }
+    }
+    findings.into_iter().map(|found| finding(machine, found)).collect()
+}
+
+/// Whether the gateway uses the machine's own database: only the host can compare them, and its heartbeats report it.
+fn database(machine: &MachineRow) -> Findings {
+    let findings = Findings::new("vps-database");
+    let reported = machine.attention.as_array().into_iter().flatten();
+    match reported.into_iter().find(|one| one["code"] == "database_mismatch") {
+        Some(mismatch) => {
+            let what = mismatch["detail"].as_str().unwrap_or("the host reports another database").to_owned();
+            findings.problem(what, "svcctl status MACHINE")
+        }
+        None => findings.ok("the host reports its own database"),
+    }
+}
+
+/// The host, as the router reaches it for its owner.
+fn site(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<Site> {
+    let (base, client) = host_call::client_of(platform, machine, TIMEOUTS)?;
+    let (platform, machine) = (Arc::clone(platform), machine.clone());
+    let sign = move || {
+        let keys = platform.keys.borrow();
+        let proof = keys.signer_for(&machine.proof_kids).sign(&claims(&machine));
+        HeaderValue::from_str(&proof).unwrap_or_else(|_| HeaderValue::from_static(""))
+    };
+    let header = HeaderName::from_static(proof::HEADER);
+    Ok(Site::direct(client, base, Credential::Signed(header, Box::new(sign))))
+}
+
+fn claims(machine: &MachineRow) -> Claims {
+    let now = Timestamp::now().as_second();
+    Claims {
+        iss: proof::ISSUER.to_owned(),
+        aud: machine.id,
+        sub: machine.user.clone(),
+        handle: machine.handle.clone(),
+        slot: machine.slot.clone(),
+        route: Route::Shell,
+        app: None,
+        method: None,
+        path: None,
+        jti: None,
+        iat: now,
+        exp: now + PROOF_SECONDS,
+    }
+}
+
+fn finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
+    let next = finding.next.map(|next| next.replace("MACHINE", machine.handle.as_str()));
+    RolloutFinding {
+        machine_id: machine.id.into(),
+        handle: (&machine.handle).into(),
+        check: finding.check.to_owned(),
+        what: untrusted_text::bounded(&finding.what),
+        next,
+    }
+}
+
+fn timed_out(machine: &MachineRow) -> RolloutFinding {
+    let what = format!("the checks did not end within {} s", LIMIT.as_secs());
+    finding(machine, Finding { check: "verification", level: Level::Problem, what, next: None })
+}
+
+/// Stores the result. A finding pauses the rollout, unless it has ended meanwhile.
+async fn store(
+    platform: &Platform,
+    rollout: &RolloutRow,
+    verification: &RolloutVerification,
+) -> anyhow::Result<()> {
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let Some(now) = rollouts::lock(&tx, rollout.id).await? else { return Ok(()) };
+    // Another process took over, or an operator resumed: its verification decides.
+    if !rollouts::record_verification(&tx, rollout, &json!(verification)).await? {
+        return Ok(());
+    }
+    let is_open = !now.state.has_ended();
+    if !verification.passed && is_open {
+        let why = reason(verification);
+        rollouts::set_state(&tx, rollout.id, RolloutState::Paused, Some(&why)).await?;
+        let detail = json!({"rolloutId": rollout.id, "imageVersion": rollout.image_version, "finding": why});
+        alarms::raise_while(&tx, Alarm::RolloutHalted, 1, &detail).await?;
+        let after = json!({"state": RolloutState::Paused.as_str(), "why": why});
+        let entry = audit::AuditEntry {
+            actor: "platform",
+            action: "deploy.halted",
+            target: &rollout.id.to_string(),
+            before: None,
+            after: Some(&after),
+            request_id: &request_id::current(),
+        };
+        audit::write(&tx, &entry).await?;
+    }
+    db::commit(tx).await?;
+    tracing::info!(rollout = %rollout.id, passed = verification.passed, "release of a rollout verified");
+    Ok(())
+}
+
+/// The findings in one line.
+fn reason(verification: &RolloutVerification) -> String {
+    let findings = &verification.findings;
+    let named = findings.iter().take(MAX_NAMED);
+    let named: Vec<_> =
+        named.map(|found| format!("{}: {}: {}", found.handle, found.check, found.what)).collect();
+    let more = findings.len().saturating_sub(MAX_NAMED);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    untrusted_text::bounded(&format!("the verification failed: {}{more}", named.join("; ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reason_names_the_first_findings_and_counts_the_others() {
+        let found = |check: &str| RolloutFinding {
+            machine_id: MachineId::new().into(),
+            handle: svc_wire::text::Text::stored("ada"),
+            check: check.to_owned(),
+            what: "it is broken".to_owned(),
+            next: None,
+        };
+        let mut verification = RolloutVerification {
+            at: svc_base::clock::now_ms().into(),
+            passed: false,
+            handles: Vec::new(),
+            findings: vec![found("icons")],
+        };
+        assert_eq!(reason(&verification), "the verification failed: ada: icons: it is broken");
+        verification.findings = ["shell", "icons", "schemas", "health", "route"].map(found).to_vec();
+        assert!(reason(&verification).ends_with("ada: schemas: it is broken; and 2 more"));
+    }
+}

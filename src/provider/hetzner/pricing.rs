@@ -1,0 +1,145 @@
+//! The used part of the provider's price list. Its amounts are decimal strings, which are never read as floating point.
+
+use std::collections::BTreeMap;
+
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
+
+use super::super::price::{Amount, ServerPrices};
+use svc_machine::name::ServerType;
+
+#[derive(Deserialize)]
+pub(super) struct PricingResponse {
+    pricing: Pricing,
+}
+
+#[derive(Deserialize)]
+struct Pricing {
+    #[serde(deserialize_with = "currency")]
+    currency: String,
+    server_types: Vec<TypePrices>,
+    #[serde(default)]
+    primary_ips: Vec<AddressPrices>,
+}
+
+#[derive(Deserialize)]
+struct TypePrices {
+    name: String,
+    prices: Vec<LocationPrice>,
+}
+
+#[derive(Deserialize)]
+struct AddressPrices {
+    #[serde(rename = "type")]
+    kind: String,
+    prices: Vec<LocationPrice>,
+}
+
+#[derive(Deserialize)]
+struct LocationPrice {
+    location: String,
+    price_monthly: Price,
+}
+
+#[derive(Deserialize)]
+struct Price {
+    #[serde(deserialize_with = "micros")]
+    net: u64,
+    #[serde(deserialize_with = "micros")]
+    gross: u64,
+}
+
+impl PricingResponse {
+    pub(super) fn prices_of(self, name: &ServerType) -> ServerPrices {
+        let Pricing { currency, server_types, primary_ips } = self.pricing;
+        let servers = server_types.into_iter().find(|known| known.name == name.as_str());
+        let public_ipv4 = primary_ips.into_iter().find(|known| known.kind == "ipv4");
+        ServerPrices {
+            currency,
+            servers: by_location(servers.map(|known| known.prices).unwrap_or_default()),
+            public_ipv4: by_location(public_ipv4.map(|known| known.prices).unwrap_or_default()),
+        }
+    }
+}
+
+fn by_location(prices: Vec<LocationPrice>) -> BTreeMap<String, Amount> {
+    let amount = |price: Price| Amount { net_micros: price.net, gross_micros: price.gross };
+    prices.into_iter().map(|price| (price.location, amount(price.price_monthly))).collect()
+}
+
+fn currency<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let is_code = text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
+    if is_code { Ok(text) } else { Err(D::Error::custom("not a currency code")) }
+}
+
+fn micros<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    parse_micros(&text).ok_or_else(|| D::Error::custom("not a decimal amount"))
+}
+
+/// Millionths of a decimal amount, rounded up: what is shown is never below the price.
+fn parse_micros(text: &str) -> Option<u64> {
+    const DIGITS: usize = 6;
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
+    let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    if whole.is_empty() || !is_number(whole) || !is_number(fraction) {
+        return None;
+    }
+    let (kept, rest) = fraction.split_at(fraction.len().min(DIGITS));
+    let micros: u64 = format!("{kept:0<DIGITS$}").parse().ok()?;
+    let rounded = micros + u64::from(rest.bytes().any(|digit| digit != b'0'));
+    whole.parse::<u64>().ok()?.checked_mul(1_000_000)?.checked_add(rounded)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RESPONSE: &str = r#"{"pricing": {"currency": "EUR", "vat_rate": "19.000000", "server_types": [
+        {"id": 1, "name": "cpx12", "prices": []},
+        {"id": 2, "name": "cpx22", "prices": [
+            {"location": "nbg1", "price_hourly": {"net": "0.0128000000", "gross": "0.0152320000000000"},
+             "price_monthly": {"net": "7.9900000000", "gross": "9.5081000000000000"}, "included_traffic": 1}]}],
+        "primary_ips": [{"type": "ipv6", "prices": []}, {"type": "ipv4", "prices": [
+            {"location": "nbg1", "price_monthly": {"net": "0.5000000000", "gross": "0.5950000000000000"}}]}],
+        "volume": {"price_per_gb_month": {"net": "0.0440000000", "gross": "0.0523600000000000"}}}}"#;
+
+    #[test]
+    fn prices_of_a_type_are_exact() {
+        let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
+        let prices = response.prices_of(&"cpx22".parse().unwrap());
+        assert_eq!(prices.currency, "EUR");
+        let server = Amount { net_micros: 7_990_000, gross_micros: 9_508_100 };
+        assert_eq!(prices.servers, BTreeMap::from([("nbg1".to_owned(), server)]));
+        assert_eq!(prices.public_ipv4["nbg1"], Amount { net_micros: 500_000, gross_micros: 595_000 });
+        let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
+        assert!(response.prices_of(&"cpx52".parse().unwrap()).servers.is_empty());
+    }
+
+    #[test]
+    fn amounts_are_rounded_up_to_millionths() {
+        for (text, micros) in [
+            ("0", Some(0)),
+            ("7.99", Some(7_990_000)),
+            ("0.0000010000", Some(1)),
+            ("0.0000010001", Some(2)),
+            ("9.9999999", Some(10_000_000)),
+            ("", None),
+            (".5", None),
+            ("-1", None),
+            ("1e3", None),
+            ("1,5", None),
+            ("99999999999999999999", None),
+        ] {
+            assert_eq!(parse_micros(text), micros, "{text}");
+        }
+    }
+
+    #[test]
+    fn response_with_an_invalid_amount_is_refused() {
+        for (valid, invalid) in [("9.5081000000000000", "free"), ("\"EUR\"", "\"euro\"")] {
+            assert!(serde_json::from_str::<PricingResponse>(&RESPONSE.replace(valid, invalid)).is_err());
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! The provider's prices, exact: in millionths of its currency.
+
+use std::collections::BTreeMap;
+
+/// A monthly amount, in millionths of the currency.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Amount {
+    pub net_micros: u64,
+    /// With value-added tax.
+    pub gross_micros: u64,
+}
+
+/// The monthly prices of a server type by location, and those of a server's public IPv4 address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServerPrices {
+    /// Three letters, such as `EUR`.
+    pub currency: String,
+    /// By location; the type is not sold in other locations.
+    pub servers: BTreeMap<String, Amount>,
+    /// By location.
+    pub public_ipv4: BTreeMap<String, Amount>,
+}

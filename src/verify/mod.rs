@@ -1,0 +1,31 @@
+//! The checks of a release on a running host (specification, part 9): the shell that it serves, and the gateway's own
+//! routes. `svcctl verify-rollout` runs them on a host or through the router, and the platform on the canaries of a
+//! rollout.
+
+mod gateway;
+mod scan;
+mod shell;
+mod site;
+
+use std::time::Duration;
+
+pub use self::gateway::fetch_database_server;
+pub use self::site::{Credential, Site, TIMEOUTS};
+use svc_base::diagnosis::{self, Check, Finding, Findings};
+
+/// Timeout of each check.
+pub const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Runs all checks. `database` checks whether the gateway uses the machine's own database, in the way of the caller.
+pub async fn check_release(site: &Site, database: impl Future<Output = Findings> + Send) -> Vec<Finding> {
+    let mut findings = shell::check_shell(site, CHECK_TIMEOUT).await;
+    let checks = vec![
+        Check::new("gateway-health", CHECK_TIMEOUT, gateway::check_health(site)),
+        Check::new("vps-database", CHECK_TIMEOUT, database),
+        Check::new("bridge-schemas", CHECK_TIMEOUT, gateway::check_schemas(site)),
+        Check::new("legacy-route", CHECK_TIMEOUT, gateway::check_legacy_route(site)),
+        Check::new("icons", CHECK_TIMEOUT, gateway::check_icons(site)),
+    ];
+    findings.extend(diagnosis::run_checks(checks).await);
+    findings
+}

@@ -1,0 +1,165 @@
+//! What a provision would do, cost and use, for the operator who confirms it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use schemars::{JsonSchema, Schema, json_schema};
+use serde::{Deserialize, Serialize};
+
+use crate::fleet::Exercises;
+use crate::machine::MachineKind;
+use crate::slot::Subscription;
+use crate::text::{Text, TextForm};
+use svc_machine::id::MachineId;
+use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use svc_machine::state::Status;
+
+const MICROS: u64 = 1_000_000;
+
+/// An exact price, such as `9.5081 EUR`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Price {
+    /// Millionths of the currency.
+    pub micros: u64,
+    pub currency: String,
+}
+
+impl Price {
+    pub const PATTERN: &'static str = "^[0-9]{1,9}\\.[0-9]{2,6} [A-Z]{3}$";
+}
+
+/// A text that is not a price.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("must be an amount with 2 to 6 decimals and a currency, such as 9.50 EUR")]
+pub struct InvalidPrice;
+
+impl FromStr for Price {
+    type Err = InvalidPrice;
+
+    fn from_str(text: &str) -> Result<Self, InvalidPrice> {
+        let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+        let (amount, currency) = text.split_once(' ').ok_or(InvalidPrice)?;
+        let (whole, decimals) = amount.split_once('.').ok_or(InvalidPrice)?;
+        let is_currency = currency.len() == 3 && currency.bytes().all(|byte| byte.is_ascii_uppercase());
+        let is_amount = (1..=9).contains(&whole.len()) && (2..=6).contains(&decimals.len());
+        if !is_currency || !is_amount || !digits(whole) || !digits(decimals) {
+            return Err(InvalidPrice);
+        }
+        let whole: u64 = whole.parse().map_err(|_| InvalidPrice)?;
+        let micros: u64 = format!("{decimals:0<6}").parse().map_err(|_| InvalidPrice)?;
+        Ok(Self { micros: whole * MICROS + micros, currency: currency.to_owned() })
+    }
+}
+
+impl fmt::Display for Price {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let decimals = format!("{:06}", self.micros % MICROS);
+        let decimals = format!("{:0<2}", decimals.trim_end_matches('0'));
+        write!(f, "{}.{decimals} {}", self.micros / MICROS, self.currency)
+    }
+}
+
+impl TextForm for Price {
+    fn to_text(&self) -> String {
+        self.to_string()
+    }
+
+    fn text_schema() -> Schema {
+        json_schema!({ "type": "string", "pattern": Price::PATTERN })
+    }
+}
+
+/// What a provision would do, cost and use. Nothing was changed.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct ProvisionQuote {
+    /// `PLATFORM_ENVIRONMENT`.
+    pub environment: Option<String>,
+    #[serde(default)]
+    pub platform_url: String,
+    /// The host of the provider's API.
+    #[serde(default)]
+    pub provider: String,
+    /// `PROVIDER_PROJECT`.
+    pub provider_project: Option<String>,
+    #[serde(default)]
+    pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
+    pub slot: Text<Slot>,
+    #[serde(default)]
+    pub handle: Text<Handle>,
+    #[serde(default)]
+    pub kind: Text<MachineKind>,
+    #[serde(default)]
+    pub server_type: Text<ServerType>,
+    #[serde(default)]
+    pub location: Text<Location>,
+    /// `null` if the slot has this machine already.
+    pub image_version: Option<Text<ImageVersion>>,
+    pub subscription: Option<Subscription>,
+    /// `BILLING_ENFORCEMENT`.
+    #[serde(default)]
+    pub billing_enforced: bool,
+    /// The slot's machine: a running one is returned by a provision, a failed one is replaced.
+    pub existing: Option<ExistingMachine>,
+    /// Whether the provision would add a customer, whose cost and consent an operator confirms.
+    #[serde(default)]
+    pub adds_customer: bool,
+    /// With value-added tax, in the most expensive of the possible locations: the text of `confirmedMonthlyCost`.
+    /// `null` if no server would be created.
+    pub monthly_cost: Option<Text<Price>>,
+    #[serde(default)]
+    pub costs: Vec<LocationCost>,
+    /// Servers in the provider's project, with those that have been ordered.
+    pub servers: Option<u64>,
+    /// `PROVIDER_SERVER_LIMIT`.
+    pub server_limit: Option<u64>,
+    pub exercises: Exercises,
+}
+
+/// The machine of a slot.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct ExistingMachine {
+    pub machine_id: Text<MachineId>,
+    pub status: Text<Status>,
+}
+
+/// The monthly cost of the server in one location.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct LocationCost {
+    pub location: Text<Location>,
+    /// With value-added tax.
+    pub server: Text<Price>,
+    /// With value-added tax; `null` if the provider has no price for it.
+    pub public_ipv4: Option<Text<Price>>,
+    /// The sum, with value-added tax.
+    pub total: Text<Price>,
+    /// The sum without value-added tax.
+    pub total_net: Text<Price>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn price_has_one_text_with_two_to_six_decimals() {
+        for (micros, text) in
+            [(0, "0.00 EUR"), (9_500_000, "9.50 EUR"), (9_508_100, "9.5081 EUR"), (1, "0.000001 EUR")]
+        {
+            let price = Price { micros, currency: "EUR".to_owned() };
+            assert_eq!(price.to_string(), text);
+            assert_eq!(text.parse(), Ok(price));
+        }
+        for text in
+            ["9.5 EUR", "9 EUR", "9.50", "9.50 eur", "-9.50 EUR", "9.5081000 EUR", "9.50  EUR", "9.5x EUR"]
+        {
+            assert_eq!(text.parse::<Price>(), Err(InvalidPrice), "{text}");
+        }
+    }
+}

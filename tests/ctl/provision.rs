@@ -1,0 +1,149 @@
+//! The confirmations of `svcctl provision`: what it shows, what it asks, and what it sends.
+
+use super::terminal::{on_terminal, printed};
+use super::*;
+
+fn quote() -> Value {
+    let exercise =
+        |at: Value, is_current: bool| json!({"lastAt": at, "machineId": null, "isCurrent": is_current});
+    json!({
+        "environment": "production", "platformUrl": "https://platform.example/", "provider": "api.hetzner.cloud",
+        "providerProject": "svc-prod", "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
+        "serverType": "cpx22", "location": "nbg1", "imageVersion": "v1", "billingEnforced": true, "existing": null,
+        "subscription": {"idpUserId": "user_1", "slot": "primary", "plan": "builder", "status": "active"},
+        "addsCustomer": true, "monthlyCost": "10.1031 EUR", "servers": 12, "serverLimit": 25,
+        "costs": [{"location": "nbg1", "server": "9.5081 EUR", "publicIpv4": "0.595 EUR", "total": "10.1031 EUR",
+                   "totalNet": "8.49 EUR"}],
+        "exercises": {"recovery": exercise(json!("2026-01-01T00:00:00.000Z"), true), "rollback": exercise(Value::Null, false)},
+    })
+}
+
+fn quoted() -> Reply {
+    Reply::Json(200, quote())
+}
+
+/// The bodies of the requests that create a machine.
+fn sent(platform: &Platform) -> Vec<Value> {
+    let seen = platform.seen();
+    let provisions = seen.iter().filter(|request| request.line == "POST /vps/provision HTTP/1.1");
+    provisions.map(|request| serde_json::from_str(&request.body).unwrap()).collect()
+}
+
+#[tokio::test]
+async fn cost_and_consent_are_typed_separately() {
+    let platform = Platform::start([quoted(), accepted()]).await;
+    let output = on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
+    let text = printed(&output);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    for part in [
+        "production, https://platform.example/",
+        "api.hetzner.cloud, project svc-prod",
+        "builder, active",
+        "nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4 0.595 EUR",
+        "12 of 25 servers; one more fits",
+        "rollback never",
+        "a rollback was not exercised on a test slot",
+        "The monthly cost is accepted: 10.1031 EUR a month (cpx22 in nbg1).",
+        "The customer user_1 has explicitly opted in.",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains("a recovery was not exercised"), "{text}");
+    let body = json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada",
+                      "confirmedMonthlyCost": "10.1031 EUR", "confirmedOptIn": true});
+    assert_eq!(sent(&platform), [body]);
+
+    for typed in ["no\nyes\n", "yes\nno\n", "\n\n", "yes\nYES\n"] {
+        let platform = Platform::start([quoted()]).await;
+        let output = on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], typed, &[]).await;
+        assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", printed(&output));
+        assert!(sent(&platform).is_empty(), "{typed:?}");
+    }
+    // An option replaces its own question only.
+    let platform = Platform::start([quoted(), accepted()]).await;
+    let args = ["provision", "user_1", "--handle", "ada", "--confirm-opt-in"];
+    let output = on_terminal(&platform, &args, "yes\n", &[]).await;
+    assert!(
+        output.status.success() && !printed(&output).contains("has explicitly opted in"),
+        "{}",
+        printed(&output)
+    );
+}
+
+#[tokio::test]
+async fn script_names_each_confirmation_and_sees_the_cost() {
+    let provision = ["provision", "user_1", "--handle", "ada"];
+    for (given, missing) in [
+        (&[][..], "add --confirm-cost and --confirm-opt-in to confirm"),
+        (&["--yes"], "add --confirm-cost and --confirm-opt-in to confirm"),
+        (&["--confirm-cost"], "add --confirm-opt-in to confirm"),
+        (&["--confirm-opt-in"], "add --confirm-cost to confirm"),
+    ] {
+        let platform = Platform::start([quoted()]).await;
+        let output = platform.svcctl(&[&provision[..], given].concat()).await;
+        assert_eq!(output.status.code(), Some(64), "{given:?}: {}", stderr(&output));
+        for part in ["10.1031 EUR a month", missing] {
+            assert!(stderr(&output).contains(part), "{given:?}: {}", stderr(&output));
+        }
+        assert!(sent(&platform).is_empty(), "{given:?}");
+    }
+    let platform = Platform::start([quoted(), accepted()]).await;
+    let output = platform.svcctl(&PROVISION).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("warning: a rollback was not exercised"), "{}", stderr(&output));
+    assert_eq!(sent(&platform)[0]["confirmedMonthlyCost"], "10.1031 EUR");
+}
+
+#[tokio::test]
+async fn machine_of_a_known_customer_needs_no_confirmation() {
+    let mut known = quote();
+    known["addsCustomer"] = json!(false);
+    known["existing"] = json!({"machineId": MACHINE, "status": "running"});
+    (known["monthlyCost"], known["costs"]) = (Value::Null, json!([]));
+    let platform = Platform::start([Reply::Json(200, known), accepted()]).await;
+    let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(sent(&platform), [json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"})]);
+}
+
+#[tokio::test]
+async fn refusal_of_the_quote_ends_the_command_before_any_question() {
+    for (status, code, exit) in [
+        (402, "subscription_required", 65),
+        (409, "server_limit_reached", 65),
+        (403, "server_type_not_allowed", 77),
+    ] {
+        let platform = Platform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
+        let output =
+            on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
+        assert_eq!(output.status.code(), Some(exit), "{code}: {}", printed(&output));
+        assert!(printed(&output).contains("That is why.") && !printed(&output).contains("Type yes"));
+        assert_eq!(platform.seen().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn price_that_changed_after_the_prompt_is_refused() {
+    let changed = Reply::Json(409, problem(409, "price_changed", "The server costs 12.00 EUR a month."));
+    let platform = Platform::start([quoted(), changed]).await;
+    let output = platform.svcctl(&PROVISION).await;
+    assert_eq!(output.status.code(), Some(65), "{}", stderr(&output));
+    for part in ["12.00 EUR", "next: run `svcctl provision` again"] {
+        assert!(stderr(&output).contains(part), "{}", stderr(&output));
+    }
+}
+
+#[tokio::test]
+async fn dry_run_shows_the_quote_and_creates_nothing() {
+    let platform = Platform::start([quoted()]).await;
+    let dry = ["provision", "user_1", "--handle", "ada", "--dry-run", "--json"];
+    let output = platform.svcctl(&dry).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), quote());
+    assert_eq!(platform.seen().len(), 1);
+
+    let platform = Platform::start([no_quote()]).await;
+    let output = platform.svcctl(&dry).await;
+    assert_eq!(output.status.code(), Some(69), "{}", stderr(&output));
+    assert!(stderr(&output).contains("too old for --dry-run"), "{}", stderr(&output));
+}

@@ -1,0 +1,162 @@
+//! The confirmations before a customer is added: the cost that was shown, and the customer's consent.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{ApiResponse, Process, SECRET, Stack, provision_body};
+
+const QUOTE: &str = "/vps/provision/quote";
+const PROVISION: &str = "/vps/provision";
+/// A cpx22 with its address in a European location of the simulator, with tax.
+const COST: &str = "10.1031 EUR";
+
+fn confirmed(user: &str, cost: &str) -> Value {
+    let mut body = provision_body(user);
+    body["confirmedMonthlyCost"] = json!(cost);
+    body["confirmedOptIn"] = json!(true);
+    body
+}
+
+/// The confirmations in the audit rows of provisions, with their actors.
+async fn audited(stack: &Stack) -> Vec<(String, Value)> {
+    let client = stack.database.connect().await.unwrap();
+    let sql =
+        "SELECT actor, (after->'confirmed')::text FROM operator_audit WHERE action = 'provision' ORDER BY at";
+    let rows = client.query(sql, &[]).await.unwrap();
+    rows.iter().map(|row| (row.get(0), serde_json::from_str(row.get(1)).unwrap())).collect()
+}
+
+async fn machines(stack: &Stack, process: &Process) -> usize {
+    stack.get(process, "/vps").await.body["machines"].as_array().unwrap().len()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quote_shows_cost_quota_and_environment_and_changes_nothing() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[
+        ("PLATFORM_ENVIRONMENT", "staging"),
+        ("PROVIDER_PROJECT", "svc-staging"),
+        ("PROVIDER_SERVER_LIMIT", "5"),
+    ]);
+    stack.subscribe(&process, "user_1").await;
+    let mut body = provision_body("user_1");
+    body["fallbackLocations"] = json!(["hel1", "ash"]);
+    let quote = stack.post(&process, QUOTE, &body).await;
+    assert_eq!(quote.status, 200, "{quote:?}");
+    let quote = quote.body;
+    assert_eq!(
+        (&quote["environment"], &quote["providerProject"]),
+        (&json!("staging"), &json!("svc-staging"))
+    );
+    assert_eq!((&quote["servers"], &quote["serverLimit"]), (&json!(0), &json!(5)));
+    assert_eq!(quote["subscription"]["plan"], "max");
+    assert_eq!((&quote["addsCustomer"], &quote["existing"]), (&json!(true), &Value::Null));
+    let locations = json!([
+        {"location": "nbg1", "server": "9.5081 EUR", "publicIpv4": "0.595 EUR", "total": COST, "totalNet": "8.49 EUR"},
+        {"location": "hel1", "server": "9.5081 EUR", "publicIpv4": "0.595 EUR", "total": COST, "totalNet": "8.49 EUR"},
+        {"location": "ash", "server": "11.4002 EUR", "publicIpv4": "0.714 EUR", "total": "12.1142 EUR", "totalNet": "10.18 EUR"},
+    ]);
+    assert_eq!(quote["costs"], locations);
+    assert_eq!(
+        quote["monthlyCost"], "12.1142 EUR",
+        "capacity may be left only in the most expensive location"
+    );
+
+    assert_eq!(machines(&stack, &process).await, 0);
+    assert!(stack.provider.creations().is_empty() && audited(&stack).await.is_empty());
+    let calls = stack.provider.calls();
+    assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");
+
+    // What a provision would refuse is refused before anything is confirmed.
+    stack.post(&process, QUOTE, &provision_body("user_2")).await.assert_problem(402, "subscription_required");
+    body["serverType"] = json!("cpx42");
+    stack.post(&process, QUOTE, &body).await.assert_problem(403, "server_type_not_allowed");
+    body["serverType"] = json!("cpx22");
+    body["imageVersion"] = json!("v9");
+    stack.post(&process, QUOTE, &body).await.assert_problem(404, "bundle_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn new_customer_needs_both_confirmations_if_they_are_required() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("PROVISION_CONFIRMATION", "true")]);
+    stack.subscribe(&process, "user_1").await;
+    let post = async |body: &Value| stack.post(&process, PROVISION, body).await;
+    let refuses = async |response: ApiResponse, missing: Value| {
+        response.assert_problem(428, "confirmation_required");
+        assert_eq!(response.body["missing"], missing);
+        assert_eq!(machines(&stack, &process).await, 0);
+    };
+    let plain = provision_body("user_1");
+    refuses(post(&plain).await, json!(["confirmedMonthlyCost", "confirmedOptIn"])).await;
+    let mut body = confirmed("user_1", COST);
+    body["confirmedOptIn"] = json!(false);
+    refuses(post(&body).await, json!(["confirmedOptIn"])).await;
+    body = confirmed("user_1", COST);
+    body.as_object_mut().unwrap().remove("confirmedMonthlyCost");
+    refuses(post(&body).await, json!(["confirmedMonthlyCost"])).await;
+    // A preview is no customer.
+    let preview = json!({"idpUserId": "user_2", "handle": "bob", "kind": "preview"});
+    assert_eq!(post(&preview).await.status, 202);
+
+    let first = post(&confirmed("user_1", COST)).await;
+    assert_eq!(first.status, 202, "{first:?}");
+    let recorded = json!({"monthlyCost": COST, "optIn": true});
+    assert_eq!(audited(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
+    // The customer was added: a repeat returns the machine, and a replacement needs no second consent.
+    let again = post(&plain).await;
+    assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
+    let path = format!("/vps/{}/fail", first.body["machineId"].as_str().unwrap());
+    assert_eq!(stack.post(&process, &path, &json!({"reason": "test"})).await.status, 200);
+    assert_eq!(post(&plain).await.status, 202);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn price_that_changed_since_it_was_shown_is_refused() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    stack.subscribe(&process, "user_1").await;
+    stack.provider.set_price_percent(110);
+    let refused = stack.post(&process, PROVISION, &confirmed("user_1", COST)).await;
+    refused.assert_problem(409, "price_changed");
+    assert_eq!(refused.body["monthlyCost"], "11.0432 EUR");
+    assert_eq!(machines(&stack, &process).await, 0);
+    assert!(stack.provider.creations().is_empty());
+
+    let request = stack.request(&process, Method::POST, PROVISION).bearer_auth(SECRET);
+    let request = request.header("idempotency-key", "key-1").json(&confirmed("user_1", "11.0432 EUR"));
+    let repeat = request.try_clone().unwrap();
+    let first = stack.send(request).await;
+    assert_eq!(first.status, 202, "{first:?}");
+    // A repeat of the same request gets the first response, whatever the price is now.
+    stack.provider.set_price_percent(120);
+    let again = stack.send(repeat).await;
+    assert_eq!((again.status, again.body), (202, first.body));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn confirmations_are_optional_by_default_and_their_absence_is_recorded() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    stack.provision(&process, "user_1").await;
+    let nothing = json!({"monthlyCost": null, "optIn": false});
+    assert_eq!(audited(&stack).await, [("operator".to_owned(), nothing)]);
+    assert_eq!(stack.provider.call_count("GET", "/pricing"), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cost_cannot_be_confirmed_while_prices_are_unknown() {
+    use kit::provider::{Fault, FaultRule};
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    stack.subscribe(&process, "user_1").await;
+    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
+    let refused = stack.post(&process, PROVISION, &confirmed("user_1", COST)).await;
+    refused.assert_problem(503, "unavailable");
+    assert!(refused.headers.contains_key("retry-after"));
+    stack.post(&process, QUOTE, &provision_body("user_1")).await.assert_problem(503, "unavailable");
+    assert_eq!(machines(&stack, &process).await, 0);
+    stack.provider.clear_faults();
+    assert_eq!(stack.post(&process, PROVISION, &confirmed("user_1", COST)).await.status, 202);
+}

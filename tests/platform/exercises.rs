@@ -1,0 +1,55 @@
+//! Recovery and rollback count as exercised only on slots that are marked as tests.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{Process, SECRET, Stack, provision_body};
+
+async fn exercises(stack: &Stack, process: &Process) -> Value {
+    stack.get(process, "/vps/fleet").await.body["exercises"].clone()
+}
+
+async fn set_slot(stack: &Stack, process: &Process, more: Value) -> Value {
+    let mut body = json!({"idpUserId": "user_1", "plan": "max", "status": "active"});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let response =
+        stack.send(stack.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body));
+    response.await.body
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let never = json!({"lastAt": null, "machineId": null, "isCurrent": false});
+    assert_eq!(exercises(&stack, &process).await, json!({"recovery": never, "rollback": never}));
+
+    stack.start_machine(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovered = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    let ended = stack.wait_until_ended(&process, recovered.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    assert_eq!(exercises(&stack, &process).await["recovery"], never, "user_1 is a customer");
+
+    assert_eq!(set_slot(&stack, &process, json!({"test": true})).await["test"], true);
+    // The billing system does not name the field.
+    assert_eq!(set_slot(&stack, &process, json!({})).await["test"], true);
+    let seen = exercises(&stack, &process).await;
+    assert_eq!((&seen["recovery"]["isCurrent"], &seen["rollback"]), (&json!(true), &never), "{seen}");
+    let machine = &recovered.body["machineId"];
+    let path = format!("/vps/{}/fail", machine.as_str().unwrap());
+    assert_eq!(stack.post(&process, &path, &json!({"reason": "an exercise"})).await.status, 200);
+    let seen = exercises(&stack, &process).await;
+    assert_eq!((&seen["rollback"]["isCurrent"], &seen["rollback"]["machineId"]), (&json!(true), machine));
+
+    let client = stack.database.connect().await.unwrap();
+    let old = "UPDATE operations SET ended_at = now() - interval '91 days'; \
+               UPDATE operator_audit SET at = now() - interval '89 days'";
+    client.batch_execute(old).await.unwrap();
+    stack.subscribe(&process, "user_2").await;
+    let quote = stack.post(&process, "/vps/provision/quote", &provision_body("user_2")).await.body;
+    let current = |name: &str| quote["exercises"][name]["isCurrent"].clone();
+    assert_eq!((current("recovery"), current("rollback")), (json!(false), json!(true)), "{quote}");
+    assert_eq!(set_slot(&stack, &process, json!({"test": false})).await["test"], false);
+    assert_eq!(exercises(&stack, &process).await["rollback"], never);
+}

@@ -1,0 +1,70 @@
+//! The provider's quota of servers: a provision that would exceed it is refused before anything is created.
+
+use futures_util::future::join_all;
+use kit::provider::SimulatorOptions;
+use serde_json::{Value, json};
+
+use super::stack::{Process, Stack, provision_body};
+
+const PROVISION: &str = "/vps/provision";
+
+async fn machines(stack: &Stack, process: &Process) -> usize {
+    stack.get(process, "/vps").await.body["machines"].as_array().unwrap().len()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn provision_beyond_the_declared_limit_creates_nothing() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "3")]);
+    let users = ["user_1", "user_2", "user_3", "user_4", "user_5", "user_6"];
+    for user in users {
+        stack.subscribe(&process, user).await;
+    }
+    let guest = stack.start_machine(&process, "user_1").await;
+    // Orders of other users that are made at the same time count, too.
+    let bodies: Vec<Value> = users[1..].iter().map(|user| provision_body(user)).collect();
+    let responses = join_all(bodies.iter().map(|body| stack.post(&process, PROVISION, body))).await;
+    let accepted = responses.iter().filter(|response| response.status == 202).count();
+    assert_eq!(accepted, 2, "{responses:?}");
+    for refused in responses.iter().filter(|response| response.status != 202) {
+        refused.assert_problem(409, "server_limit_reached");
+        assert_eq!((&refused.body["servers"], &refused.body["serverLimit"]), (&json!(3), &json!(3)));
+    }
+    assert_eq!(machines(&stack, &process).await, 3);
+    // The slot's machine is still returned.
+    let again = stack.post(&process, PROVISION, &provision_body("user_1")).await;
+    assert_eq!((again.status, again.body["machineId"].as_str()), (200, Some(guest.machine.as_str())));
+
+    let later = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "4")]);
+    let free = bodies.iter().zip(&responses).find(|(_, response)| response.status != 202).unwrap().0;
+    assert_eq!(stack.post(&later, PROVISION, free).await.status, 202);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusal_of_the_provider_closes_provisioning_until_an_order_is_accepted() {
+    let stack = Stack::start_on(|_| SimulatorOptions { server_limit: 1, ..SimulatorOptions::record() }).await;
+    let process = stack.start_platform();
+    let first = stack.start_machine(&process, "user_1").await;
+    let second = stack.provision(&process, "user_2").await;
+    let raised = || async {
+        let fleet = stack.get(&process, "/vps/fleet").await.body;
+        (fleet["alarms"][0]["alarm"] == "provider_limit").then_some(())
+    };
+    stack.eventually("the provider's refusal raises the alarm", raised).await;
+    stack.subscribe(&process, "user_3").await;
+    for path in [PROVISION, "/vps/provision/quote"] {
+        stack
+            .post(&process, path, &provision_body("user_3"))
+            .await
+            .assert_problem(409, "server_limit_reached");
+    }
+    assert_eq!(machines(&stack, &process).await, 2);
+
+    // The waiting order gets the place of a deleted server.
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", first.machine)).await;
+    stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, second["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    let accepted = stack.post(&process, PROVISION, &provision_body("user_3")).await;
+    assert_eq!(accepted.status, 202, "{accepted:?}");
+}
