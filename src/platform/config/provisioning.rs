@@ -1,0 +1,118 @@
+//! The settings of new machines and of the provider that they are created at.
+
+use std::time::Duration;
+
+use secrecy::SecretString;
+use url::Url;
+
+use super::seconds;
+use crate::vars;
+use svc_base::config::{Env, Flag};
+use svc_base::variable::Variable;
+use svc_machine::name::{ImageVersion, Location, ServerType};
+
+/// Settings of the provision route.
+pub struct Provisioning {
+    pub enabled: Flag,
+    pub billing_enforcement: Flag,
+    /// Whether a provision that adds a customer needs the confirmations.
+    pub confirmation: Flag,
+    /// The environment's name, for people.
+    pub environment: Option<String>,
+    pub image_version: ImageVersion,
+    pub server_type: ServerType,
+    pub location: Location,
+    /// Tried in this order when the provider has no capacity in the server's location.
+    pub fallback_locations: Vec<Location>,
+    pub preview_max_per_owner: u32,
+    pub preview_ttl: Duration,
+}
+
+pub struct ProviderConfig {
+    pub api_url: Url,
+    pub token: SecretString,
+    /// The project's name, for people.
+    pub project: Option<String>,
+    /// The project's limit of servers.
+    pub server_limit: Option<u64>,
+    pub image: String,
+    /// How long a create request without a response may still produce a server.
+    pub ambiguous_wait: Duration,
+}
+
+/// Maximum length of the names of environment and project.
+const MAX_NAME_CHARS: usize = 64;
+
+/// Maximum fallback locations per machine.
+pub const MAX_FALLBACK_LOCATIONS: usize = 8;
+
+pub(super) fn provisioning(env: &mut Env) -> Option<Provisioning> {
+    let enabled = env.flag(&vars::CUSTOMER_VPS_ENABLED);
+    let billing_enforcement = env.flag(&vars::BILLING_ENFORCEMENT);
+    let confirmation = env.flag(&vars::PROVISION_CONFIRMATION);
+    let environment = short_name(env, &vars::PLATFORM_ENVIRONMENT);
+    let image_version = env.required(&vars::CUSTOMER_VPS_IMAGE_VERSION);
+    let server_type = named(env, &vars::PROVIDER_SERVER_TYPE);
+    let location = named(env, &vars::PROVIDER_LOCATION);
+    let fallback_locations = fallback_locations(env);
+    let preview_max_per_owner = env.or_default(&vars::PREVIEW_MAX_PER_OWNER);
+    let preview_ttl =
+        Duration::from_secs(env.or_default::<u64>(&vars::PREVIEW_TTL_HOURS).saturating_mul(3600));
+    Some(Provisioning {
+        enabled,
+        billing_enforcement,
+        confirmation,
+        environment,
+        image_version: image_version?,
+        server_type: server_type?,
+        location: location?,
+        fallback_locations: fallback_locations?,
+        preview_max_per_owner,
+        preview_ttl,
+    })
+}
+
+/// `nbg1,hel1`, in the order in which they are tried.
+fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
+    let variable = &vars::PROVIDER_FALLBACK_LOCATIONS;
+    let text = env.text(variable).unwrap_or_default();
+    let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+    match names.map(str::parse).collect::<Result<Vec<Location>, _>>() {
+        Ok(locations) if locations.len() <= MAX_FALLBACK_LOCATIONS => Some(locations),
+        Ok(_) => {
+            env.mistake(variable, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
+            None
+        }
+        Err(why) => {
+            env.mistake(variable, why);
+            None
+        }
+    }
+}
+
+fn named<T: std::str::FromStr<Err: std::fmt::Display>>(env: &mut Env, variable: &Variable) -> Option<T> {
+    if env.is_set(variable) { env.optional(variable) } else { Some(variable.default_value()) }
+}
+
+pub(super) fn provider(env: &mut Env) -> Option<ProviderConfig> {
+    let api_url = match env.is_set(&vars::PROVIDER_API_URL) {
+        true => env.web_url(&vars::PROVIDER_API_URL),
+        false => Some(vars::PROVIDER_API_URL.default_value()),
+    };
+    let token = env.required_secret(&vars::PROVIDER_API_TOKEN);
+    let project = short_name(env, &vars::PROVIDER_PROJECT);
+    let server_limit = env.optional(&vars::PROVIDER_SERVER_LIMIT);
+    let image = env.or_default(&vars::PROVIDER_IMAGE);
+    let ambiguous_wait = seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
+    Some(ProviderConfig { api_url: api_url?, token: token?, project, server_limit, image, ambiguous_wait })
+}
+
+/// A name that is shown to operators in one line.
+fn short_name(env: &mut Env, variable: &Variable) -> Option<String> {
+    let name = env.text(variable)?;
+    if name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) {
+        env.mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, in one line"));
+        return None;
+    }
+    Some(name)
+}
