@@ -155,13 +155,17 @@ pub struct OverdueOperation {
 #[schemars(inline)]
 pub struct Certificates {
     /// `CUSTOMER_VPS_TLS_VERIFY`.
+    #[serde(default)]
     pub is_required: bool,
     /// Number of machines with a trusted certificate that is not about to expire.
+    #[serde(default)]
     pub trusted: u64,
+    #[serde(default)]
     pub expiring: u64,
     #[serde(default)]
     pub expiring_handles: Vec<Text<Handle>>,
     /// Number of machines without a trusted certificate.
+    #[serde(default)]
     pub missing: u64,
     #[serde(default)]
     pub missing_handles: Vec<Text<Handle>>,

@@ -32,6 +32,7 @@ pub struct HostCertificate {
     /// The name that the platform gave the host.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub host_name: Option<String>,
+    #[serde(default)]
     pub source: Text<CertificateSource>,
     #[serde(default)]
     pub issued_at: Time,

@@ -173,7 +173,10 @@ fn machine() -> Value {
         "status": "running", "failure": {"cause": "boot_reported", "stage": "restore", "message": "m"},
         "epoch": 2, "restoreMode": "required", "serverType": "cpx22", "location": "nbg1",
         "imageVersion": "2026.11.1", "providerServerId": "4711", "publicIpv4": "203.0.113.9", "httpsPort": 443,
-        "tlsSpkiSha256": "00", "registeredAt": AT, "heartbeatAt": AT,
+        "tlsSpkiSha256": "00",
+        "certificate": {"hostName": "a.hosts.example", "source": "acme", "issuedAt": AT, "expiresAt": AT,
+            "isTrusted": true, "error": "e", "nextAttemptAt": AT},
+        "registeredAt": AT, "heartbeatAt": AT,
         "health": {"gateway": "ok", "database": "ok", "code": "ok", "disk": {"totalBytes": 9, "freeBytes": 5}},
         "lastBackup": {"status": "success", "beganAt": AT, "key": "k", "takenAt": AT, "sizeBytes": 7, "error": "e"},
         "lastUpdate": {"version": "2026.11.1", "outcome": "rolled_back", "stage": "health", "at": AT, "error": "e"},
@@ -313,12 +316,14 @@ fn fleets_of_older_platforms_are_shown() {
         "notReporting": 1, "notReportingHandles": ["cy"], "sequence": 1, "highestSequence": 2, "ahead": 1,
         "aheadHandles": ["ada"],
     });
+    let certificates = json!({"isRequired": true, "trusted": 1, "expiring": 1, "expiringHandles": ["ada"],
+        "missing": 1, "missingHandles": ["bob"], "exempt": 1});
     let fleet = json!({
         "totals": {"machines": 2, "byStatus": {"running": 2}, "byImageVersion": {"1": 2}, "byHealth": {"ok": 2}},
         "backups": {"maxAgeSeconds": 9, "p50AgeSeconds": 5, "never": 1},
         "attention": [{"machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
             "status": "running", "reasons": ["operation_waiting"], "ended": "deleted", "operationId": ID}],
-        "attentionTotal": 1, "bundleKeys": keys, "rollout": rollout(),
+        "attentionTotal": 1, "bundleKeys": keys, "certificates": certificates, "rollout": rollout(),
         "overdueOperations": [{"operationId": ID, "machineId": ID, "handle": "ada", "kind": "recover",
             "step": "fence", "attempts": 3, "errorCode": "e", "ageSeconds": 99}],
         "overdueOperationsTotal": 1, "alarms": [alarm()], "asOf": AT,

@@ -65,8 +65,8 @@ mod tests {
         let mut seen = HostCertificate {
             host_name: settings.host_name.clone(),
             source: CertificateSource::Acme.into(),
-            issued_at: (Timestamp::now() - 10 * day).into(),
-            expires_at: (Timestamp::now() + 80 * day).into(),
+            issued_at: (Timestamp::now() - 77 * day).into(),
+            expires_at: (Timestamp::now() + 20 * day).into(),
             is_trusted: true,
             error: None,
             next_attempt_at: None,
