@@ -136,6 +136,7 @@ fn setup() -> Result<()> {
     let binaries = PgBinaries::locate_or_fetch(&target)?;
     println!("setup: PostgreSQL 16 at {}", binaries.dir().display());
     println!("setup: moto at {}", kit::moto::fetch(&target)?.display());
+    println!("setup: the provider's Python library at {}", kit::hcloud::fetch_library(&target)?.display());
     // Tests that need SeaweedFS report themselves as skipped.
     match kit::seaweed::fetch(&target) {
         Ok(dir) => println!("setup: SeaweedFS at {}", dir.display()),

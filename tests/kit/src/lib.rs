@@ -6,6 +6,7 @@
 //! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
 //! | [`moto`] | a third-party S3 server, for races of conditional writes |
 //! | [`seaweed`] | SeaweedFS, whose `If-Match` is not exact |
+//! | [`hcloud`] | the provider's own clients, in Python and Go |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot a Debian with user-data |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
@@ -35,6 +36,7 @@ pub mod deb;
 pub mod dev;
 pub mod disk;
 pub mod fetch;
+pub mod hcloud;
 pub mod heads;
 pub mod idp;
 pub mod long;
