@@ -3,7 +3,7 @@
 
 mod copies;
 mod decisions;
-mod doctor;
+pub mod doctor;
 mod real;
 mod rollout;
 mod terminal;

@@ -12,19 +12,19 @@ pub(super) struct Refusal {
     pub(super) code: String,
     message: String,
     /// Depends on the code.
-    details: Value,
+    details: Box<Value>,
 }
 
 impl Refusal {
     pub(super) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
-        Self { status, code: code.to_owned(), message: message.into(), details: json!({}) }
+        Self { status, code: code.to_owned(), message: message.into(), details: Box::new(json!({})) }
     }
 
     /// Error for an invalid field.
     pub(super) fn invalid(field: &'static str, message: &'static str) -> Self {
         let text = format!("invalid input in field '{field}': {message}");
         Self {
-            details: json!({"fields": [{"name": field, "messages": [message]}]}),
+            details: Box::new(json!({"fields": [{"name": field, "messages": [message]}]})),
             ..Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", text)
         }
     }
@@ -48,7 +48,7 @@ impl Refusal {
 
     pub(super) fn name_is_used() -> Self {
         Self {
-            details: json!({"fields": [{"name": "name"}]}),
+            details: Box::new(json!({"fields": [{"name": "name"}]})),
             ..Self::new(StatusCode::CONFLICT, "uniqueness_error", "server name is already used")
         }
     }
@@ -56,14 +56,14 @@ impl Refusal {
     /// Error for functionality that the API no longer has.
     pub(super) fn removed(announcement: &str) -> Self {
         Self {
-            details: json!({"announcement": announcement}),
+            details: Box::new(json!({"announcement": announcement})),
             ..Self::new(StatusCode::GONE, "deprecated_api_endpoint", "API functionality was removed")
         }
     }
 
     pub(super) fn server_limit() -> Self {
         Self {
-            details: json!({"limits": [{"name": "server_limit"}]}),
+            details: Box::new(json!({"limits": [{"name": "server_limit"}]})),
             ..Self::new(StatusCode::FORBIDDEN, "resource_limit_exceeded", "server limit exceeded")
         }
     }
