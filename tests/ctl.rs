@@ -3,7 +3,7 @@
 
 mod copies;
 mod decisions;
-mod doctor;
+pub mod doctor;
 mod provision;
 mod real;
 mod rollout;

@@ -20,6 +20,7 @@ mod provider;
 mod records;
 mod router;
 mod sim;
+mod stores;
 mod story;
 mod unfinished_heads;
 mod units;

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod clients;
 mod failures;
 
 use std::collections::BTreeMap;

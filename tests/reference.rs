@@ -16,6 +16,8 @@ mod quoted;
 #[expect(dead_code, reason = "the house rules use the rest")]
 #[path = "house/source.rs"]
 mod source;
+#[path = "reference/stores.rs"]
+mod stores;
 #[path = "reference/variables.rs"]
 mod variables;
 
@@ -112,8 +114,8 @@ fn outdated(pages: &[File], parts: &[Part], mut rewrite: impl FnMut(&File, &str)
     found
 }
 
-#[test]
-fn generated_parts_of_pages_are_current() {
+/// Compares the pages with the parts, or writes them.
+fn assert_current(pages: &[File], parts: &[Part]) {
     let is_rewriting = std::env::var_os(REWRITE).is_some();
     let rewrite = |page: &File, text: &str| {
         if is_rewriting {
@@ -122,7 +124,24 @@ fn generated_parts_of_pages_are_current() {
         }
         is_rewriting
     };
-    assert_none(&outdated(&files(), &parts(), rewrite));
+    assert_none(&outdated(pages, parts, rewrite));
+}
+
+#[test]
+fn generated_parts_of_pages_are_current() {
+    let pages = files();
+    let mut parts = parts();
+    parts.push(stores::as_written(&pages));
+    assert_current(&pages, &parts);
+}
+
+/// Apart from the other parts, because it starts the stores and probes them.
+#[test]
+fn table_of_stores_is_current() {
+    let Some(table) = stores::probed() else { return };
+    let pages = files();
+    let page = pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the page of stores");
+    assert_current(std::slice::from_ref(page), &[table]);
 }
 
 #[test]

@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
+use kit::stores::StoreKind;
 use kit::story::{self, Breakage, Options};
 
 async fn assert_fails_at_its_step(breakage: Breakage) {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
-    let options = Options { svc, breakage: Some(breakage), keep: false, report: None };
+    let options = Options { svc, breakage: Some(breakage), store: StoreKind::Own, keep: false, report: None };
     let report = story::run(options).await.unwrap();
     let failed = report.failed().map(|step| step.name.as_str());
     assert!(!report.ok);
@@ -31,4 +32,23 @@ async fn host_with_an_unregistered_key_is_not_used() {
 #[tokio::test(flavor = "multi_thread")]
 async fn removed_fence_is_detected() {
     assert_fails_at_its_step(Breakage::Fence).await;
+}
+
+async fn assert_passes_on(store: StoreKind) {
+    let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
+    let options = Options { svc, breakage: None, store, keep: false, report: None };
+    let report = story::run(options).await.unwrap();
+    assert!(report.ok, "{:#?}", report.steps);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "the whole demo: cargo xtask test --long"]
+async fn story_passes_on_seaweedfs() {
+    assert_passes_on(StoreKind::Seaweedfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "the whole demo: cargo xtask test --long"]
+async fn story_passes_on_moto() {
+    assert_passes_on(StoreKind::Moto).await;
 }

@@ -22,7 +22,7 @@ use super::platform_key::PlatformKeys;
 use super::rates::RateConfig;
 use super::token_rotation::TokenTiming;
 use crate::vars;
-use svc_base::config::{ConfigError, Env, Flag};
+use svc_base::config::{ConfigError, Env};
 use svc_base::variable::Variable;
 use svc_store::config::StoreConfig;
 
@@ -281,6 +281,8 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
 
 #[cfg(test)]
 mod tests {
+    use svc_base::config::Flag;
+
     use super::*;
 
     fn complete_env() -> Vec<(&'static str, &'static str)> {

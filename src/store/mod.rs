@@ -5,6 +5,7 @@
 mod bounded_list;
 pub mod bucket;
 pub mod bundle;
+pub mod capabilities;
 pub mod config;
 mod count_lists;
 pub mod credentials;
@@ -27,6 +28,7 @@ pub mod protection;
 pub mod recorded;
 mod resign;
 pub mod role_facts;
+mod signed_request;
 pub mod snapshot;
 pub mod snapshots;
 pub mod sts;

@@ -1,7 +1,7 @@
 //! Probes whether the store honours conditional writes of concurrent writers. A store may refuse a later second writer, but
 //! accept two concurrent ones.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use object_store::ObjectStoreExt;
@@ -42,6 +42,8 @@ pub struct Findings {
     pub create: Exactness,
     /// `If-Match`.
     pub replace: Exactness,
+    /// The number of rounds of each kind.
+    pub rounds: usize,
 }
 
 impl Findings {
@@ -64,26 +66,36 @@ impl Findings {
     }
 }
 
-/// Runs several rounds of concurrent writers on temporary objects.
+/// Runs several rounds of concurrent writers on temporary objects. On a slow store, those that fit into the deadline.
 ///
 /// # Errors
-/// [`StoreError`]; `Unavailable` if the store does not respond within `deadline`.
+/// [`StoreError`]; `Unavailable` if the store does not finish one round within `deadline`.
 pub async fn run(bucket: &Bucket, deadline: Duration) -> Result<Findings, StoreError> {
-    let key = Path::from(PREFIX);
-    bucket.within(&key, deadline, rounds(bucket)).await
+    run_rounds(bucket, ROUNDS, deadline).await
 }
 
-async fn rounds(bucket: &Bucket) -> Result<Findings, StoreError> {
-    let mut seen = Findings { create: Exactness::Exact, replace: Exactness::Exact };
-    for _ in 0..ROUNDS {
+/// Like [`run`], with at most this number of rounds.
+///
+/// # Errors
+/// Like [`run`].
+pub async fn run_rounds(bucket: &Bucket, max: usize, deadline: Duration) -> Result<Findings, StoreError> {
+    let end = Instant::now() + deadline;
+    let mut seen = Findings { create: Exactness::Exact, replace: Exactness::Exact, rounds: 0 };
+    while seen.rounds < max {
         let key = Path::from(format!("{PREFIX}/{}.json", uuid::Uuid::new_v4()));
-        let round = round(bucket, &key).await;
+        let left = end.saturating_duration_since(Instant::now());
+        let round = bucket.within(&key, left, round(bucket, &key)).await;
         // Best effort: a failed deletion leaves a few bytes.
         if let Err(error) = bucket.raw().delete(&key).await {
             tracing::debug!(%key, %error, "the probe's object was not deleted");
         }
-        let (created, replaced) = round?;
-        seen = Findings { create: seen.create.and(created), replace: seen.replace.and(replaced) };
+        let (created, replaced) = match round {
+            Err(_) if seen.rounds > 0 && Instant::now() >= end => break,
+            round => round?,
+        };
+        seen.create = seen.create.and(created);
+        seen.replace = seen.replace.and(replaced);
+        seen.rounds += 1;
     }
     Ok(seen)
 }
@@ -122,6 +134,7 @@ mod tests {
     use futures_util::TryStreamExt;
     use object_store::ObjectStore;
     use object_store::memory::InMemory;
+    use object_store::throttle::{ThrottleConfig, ThrottledStore};
 
     use super::*;
     use crate::lenient::{Ignored, Lenient};
@@ -134,6 +147,17 @@ mod tests {
         let found = run(&Bucket::new(store.clone()), DEADLINE).await.unwrap();
         assert_eq!((found.refusal(), found.warning()), (None, None));
         assert_eq!(store.list(None).try_next().await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn probe_of_a_slow_store_keeps_the_rounds_that_fit() {
+        let config =
+            ThrottleConfig { wait_put_per_call: Duration::from_millis(60), ..ThrottleConfig::default() };
+        let store = Bucket::new(Arc::new(ThrottledStore::new(InMemory::new(), config)));
+        let found = run(&store, Duration::from_millis(400)).await.unwrap();
+        assert!((1..ROUNDS).contains(&found.rounds), "{found:?}");
+        let error = run(&store, Duration::from_millis(30)).await.unwrap_err();
+        assert!(matches!(error, StoreError::Unavailable { .. }), "{error}");
     }
 
     #[tokio::test]

@@ -20,7 +20,7 @@ pub struct Report {
 }
 
 impl Report {
-    fn levels(&self, check: &str) -> Vec<&str> {
+    pub fn levels(&self, check: &str) -> Vec<&str> {
         self.findings_of(check).filter_map(|finding| finding["level"].as_str()).collect()
     }
 

@@ -17,6 +17,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use kit::pg::PgBinaries;
+use kit::stores::StoreKind;
 use kit::story::{self, Breakage};
 
 #[derive(Parser)]
@@ -39,6 +40,9 @@ enum Command {
         /// Break one thing (backup|restore|pin|fence): the demo must then fail
         #[arg(long = "break", value_name = "WHAT", value_parser = Breakage::from_str)]
         breakage: Option<Breakage>,
+        /// The object store (own|moto|seaweedfs)
+        #[arg(long, value_name = "STORE", default_value = "own", value_parser = StoreKind::from_str)]
+        store: StoreKind,
         /// The binary to run (default: built)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
@@ -113,7 +117,7 @@ fn main() -> ExitCode {
         Command::Setup => setup().map(|()| ExitCode::SUCCESS),
         Command::Bundle(args) => bundle::run(args),
         Command::Browser(args) => browser::run(args),
-        Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
+        Command::Demo { breakage, store, svc, keep } => demo(breakage, store, svc, keep),
         Command::Dev { svc, dir, bundle } => dev(svc, dir, bundle.as_deref()),
         Command::Lab { quick, only, svc } => lab(quick, &only, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
@@ -136,6 +140,7 @@ fn setup() -> Result<()> {
     let binaries = PgBinaries::locate_or_fetch(&target)?;
     println!("setup: PostgreSQL 16 at {}", binaries.dir().display());
     println!("setup: moto at {}", kit::moto::fetch(&target)?.display());
+    println!("setup: the provider's Python library at {}", kit::hcloud::fetch_library(&target)?.display());
     // Tests that need SeaweedFS report themselves as skipped.
     match kit::seaweed::fetch(&target) {
         Ok(dir) => println!("setup: SeaweedFS at {}", dir.display()),
@@ -162,11 +167,11 @@ fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn demo(breakage: Option<Breakage>, svc: Option<PathBuf>, keep: bool) -> Result<ExitCode> {
+fn demo(breakage: Option<Breakage>, store: StoreKind, svc: Option<PathBuf>, keep: bool) -> Result<ExitCode> {
     let svc = resolve_svc(svc)?;
     let report = kit::fetch::target_dir().join("demo/report.json");
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    let options = story::Options { svc, breakage, keep, report: Some(report) };
+    let options = story::Options { svc, breakage, store, keep, report: Some(report) };
     let report = runtime.block_on(story::run(options))?;
     Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -8,7 +8,10 @@ mod identity;
 mod platform_key;
 mod provider;
 mod serving;
+mod sessions;
 mod store;
+
+pub use self::sessions::{SESSION_KEYS, SESSION_WRITE_ONCE, SESSIONS, probe_store};
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,26 +1,27 @@
-//! The object store's capabilities that the platform needs: read, list, delete, and conditional put. Without
-//! conditional puts, two hosts could both believe that they hold the pointer.
+//! The object store: whether it can do what svc relies on. Without conditional puts, two hosts could both believe that they
+//! hold the pointer.
 
 use std::time::Duration;
 
 use futures_util::TryStreamExt;
-use object_store::ObjectStoreExt;
 use object_store::path::Path;
-use serde_json::json;
 
+use super::sessions;
 use crate::config::PlatformConfig;
 use crate::host_store::HostStore;
 use svc_base::chain::chain;
 use svc_base::diagnosis::Findings;
-use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::config::{S3Config, StoreConfig};
-use svc_store::credentials::TemporaryCredentials;
+use svc_store::bucket::{Bucket, StoreError};
+use svc_store::capabilities::{self, Need, Probed, Support};
+use svc_store::config::StoreConfig;
 use svc_store::parallel_probe::{self, PREFIX as PROBES};
 use svc_store::policy::SnapshotWrites;
 use svc_store::protection::{self, Setting};
 
 const ADVICE: &str = "check that it is running, OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
-const PARALLEL_TIMEOUT: Duration = Duration::from_secs(10);
+const OTHER_STORE: &str = "use a store that can do this; docs/operating/stores.md compares some";
+/// Rounds of a slow store that do not fit are left out.
+const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("store");
@@ -28,17 +29,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(bucket) => bucket,
         Err(error) => return findings.problem(format!("{error:#}"), ADVICE),
     };
-    let key = Path::from(format!("{PROBES}/{}.json", uuid::Uuid::new_v4()));
-    let tried = test_conditional_puts(&bucket, &key).await;
-    // Only this check uses the object; a failed deletion is reported below.
-    let deleted = bucket.raw().delete(&key).await;
-    match tried {
-        Ok(None) => {}
-        Ok(Some(broken)) => {
-            let next = "use a store with exact conditional puts (If-None-Match and If-Match): without, a replaced host \
-                        could move the pointer";
-            return findings.problem(broken, next);
-        }
+    let conditions = match capabilities::probe_conditions(&bucket).await {
+        Ok(conditions) => conditions,
         Err(error @ StoreError::Denied { .. }) => {
             return findings
                 .problem(chain(&error), "the key's rights: get, put, list and delete on the bucket");
@@ -47,14 +39,11 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             return findings.problem(error.to_string(), "systemctl restart systemd-timesyncd");
         }
         Err(error) => return findings.problem(chain(&error), ADVICE),
-    }
-    let findings = match deleted {
-        Ok(()) => findings,
-        Err(error) => findings.warning(
-            format!("{key} could not be deleted: {}", chain(&error)),
-            "delete it manually; the platform deletes nothing",
-        ),
     };
+    let findings = conditions.iter().fold(findings, report);
+    if !findings.is_empty() {
+        return findings;
+    }
     let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
         Ok(found) => match (found.refusal(), found.warning()) {
             (Some(why), _) => return findings.problem(why, "svc-platform refuses to start on such a store"),
@@ -67,37 +56,48 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             findings.warning(format!("parallel writers were not tested: {}", chain(&error)), ADVICE)
         }
     };
-    let listed = bucket.raw().list(Some(&Path::from(PROBES))).try_next().await;
-    match listed {
-        Ok(_) => findings.or_ok("reads, lists, and puts exactly on condition"),
+    let further = capabilities::probe_further(&config.store, &bucket).await;
+    let findings = further.iter().fold(findings, report);
+    match remaining_objects(&bucket).await {
+        Ok(0) => {
+            findings.or_ok("does all that svc relies on: reads, lists, uploads, and exact conditional puts")
+        }
+        Ok(count) => findings.warning(
+            format!("{count} temporary objects of this check could not be deleted"),
+            format!("the key's right to delete; then delete what is below {PROBES}/ manually"),
+        ),
         Err(error) => findings.problem(format!("cannot list it: {}", chain(&error)), ADVICE),
     }
 }
 
-/// Puts a new object, a second one that must be refused, one on the version read, and one on a stale version.
-async fn test_conditional_puts(bucket: &Bucket, key: &Path) -> Result<Option<String>, StoreError> {
-    let put = |n: u32, condition: Condition| {
-        let value = json!({"n": n});
-        async move { bucket.put_json_if(key, &value, condition).await }
-    };
-    put(1, Condition::Absent).await?;
-    let refused = |end: Result<(), StoreError>| match end {
-        Err(StoreError::Precondition { .. }) => Ok(true),
-        Ok(()) => Ok(false),
-        Err(error) => Err(error),
-    };
-    if !refused(put(2, Condition::Absent).await)? {
-        return Ok(Some("a put with If-None-Match replaced an existing object".to_owned()));
+async fn remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error> {
+    bucket.raw().list(Some(&Path::from(PROBES))).try_fold(0, async |count, _| Ok(count + 1)).await
+}
+
+fn report(findings: Findings, probed: &Probed) -> Findings {
+    let Probed { capability, support } = probed;
+    match (support, capability.need) {
+        (Support::Yes, _) | (_, Need::Unused) => findings,
+        (Support::No(instead), Need::Required) => {
+            findings.problem(what_is_missing(capability.name, instead, capability.without), OTHER_STORE)
+        }
+        (Support::No(instead), Need::Wanted) => {
+            findings.warning(what_is_missing(capability.name, instead, capability.without), OTHER_STORE)
+        }
+        (Support::Unknown(_), _) if capability.is_only_of_servers() => findings,
+        (Support::Unknown(why), _) => {
+            findings.warning(format!("not tested: {}: {why}", plain(capability.name)), ADVICE)
+        }
     }
-    let Some(read) = bucket.get_json::<serde_json::Value>(key).await? else {
-        return Ok(Some("an object is missing right after its put".to_owned()));
-    };
-    let stale = read.version.clone();
-    put(3, Condition::Unchanged(read.version)).await?;
-    if !refused(put(4, Condition::Unchanged(stale)).await)? {
-        return Ok(Some("a put with a stale If-Match replaced a newer object".to_owned()));
-    }
-    Ok(None)
+}
+
+fn what_is_missing(name: &str, instead: &str, without: &str) -> String {
+    plain(&format!("the store does not support this: {name}; {instead}. {without}"))
+}
+
+/// Without the marks that quote code in a page.
+fn plain(text: &str) -> String {
+    text.replace('`', "")
 }
 
 /// Whether the bucket keeps overwritten and deleted objects.
@@ -146,7 +146,9 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
         None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
             let until = session.expires_at;
-            let findings = check_write_once(config, &hosts, session).await;
+            let as_host = sessions::SessionStores::new(&config.store, session);
+            let findings = check_session_keys(findings, &as_host).await;
+            let findings = check_write_once(findings, config, &hosts, &as_host).await;
             check_outage_session(findings, &hosts)
                 .await
                 .or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
@@ -155,6 +157,20 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
             chain(&error),
             "no machine can be provisioned: STS_ROLE_ARN, STS_ENDPOINT, and the role's trust policy",
         ),
+    }
+}
+
+/// Whether the store enforces the policy of a session: a host must not reach another slot.
+async fn check_session_keys(findings: Findings, as_host: &sessions::SessionStores) -> Findings {
+    match as_host.try_other_slot().await {
+        Support::Yes => findings,
+        Support::No(instead) => findings.problem(
+            format!("a host's session for its own slot reaches other slots: {instead}"),
+            "use a store that enforces session policies: on this one, every host reaches every slot",
+        ),
+        Support::Unknown(why) => {
+            findings.warning(format!("the limits of a host's session were not tested: {why}"), ADVICE)
+        }
     }
 }
 
@@ -172,11 +188,11 @@ async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings
 
 /// Whether a session that may not overwrite a snapshot can still write one, and only one.
 async fn check_write_once(
+    findings: Findings,
     config: &PlatformConfig,
     hosts: &HostStore,
-    session: TemporaryCredentials,
+    as_host: &sessions::SessionStores,
 ) -> Findings {
-    let findings = Findings::new("host-credentials");
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;
     };
@@ -190,33 +206,13 @@ async fn check_write_once(
             Some(_) => findings,
         };
     }
-    let as_host = S3Config {
-        access_key: session.access_key,
-        secret_key: session.secret_key,
-        session_token: session.session_token,
-        expires_at: Some(session.expires_at),
-        ..s3.clone()
-    };
-    let tried = async {
-        let bucket = StoreConfig::S3(as_host).open()?;
-        let key = HostStore::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
-        let first = bucket.put_if(&key, &b"probe"[..], Condition::Absent).await;
-        let second = bucket.put(&key, &b"overwritten"[..]).await;
-        // Only the platform's own credentials can delete.
-        config.store.open()?.raw().delete(&key).await.ok();
-        Ok::<_, anyhow::Error>((first, second))
-    };
     let next = "set STORE_WRITE_ONCE=off, or use a store that supports the condition key s3:if-none-match";
-    match tried.await {
-        Ok((Ok(()), Err(StoreError::Denied { .. }))) => findings,
-        Ok((Ok(()), _)) => findings.problem(
-            "STORE_WRITE_ONCE=on, and a host's credentials still overwrite a snapshot: the store does not enforce it",
-            next,
-        ),
-        Ok((Err(error), _)) => findings.problem(
-            format!("STORE_WRITE_ONCE=on, and a host's credentials cannot write a snapshot: {}", chain(&error)),
-            next,
-        ),
-        Err(error) => findings.problem(format!("{error:#}"), ADVICE),
+    match as_host.try_write_once().await {
+        Support::Yes => findings,
+        Support::No(instead) => findings
+            .problem(format!("STORE_WRITE_ONCE=on, and the store does not enforce it: {instead}"), next),
+        Support::Unknown(why) => {
+            findings.problem(format!("STORE_WRITE_ONCE=on, and its effect could not be tested: {why}"), next)
+        }
     }
 }

@@ -5,7 +5,9 @@
 //! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or a dedicated server |
 //! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
 //! | [`moto`] | a third-party S3 server, for races of conditional writes |
-//! | [`seaweed`] | SeaweedFS, whose `If-Match` is not exact |
+//! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always exact |
+//! | [`stores`] | the choice between these three |
+//! | [`hcloud`] | the provider's own clients, in Python and Go |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot a Debian with user-data |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
@@ -39,6 +41,7 @@ pub mod deb;
 pub mod dev;
 pub mod disk;
 pub mod fetch;
+pub mod hcloud;
 pub mod heads;
 pub mod idp;
 pub mod long;
@@ -54,6 +57,7 @@ pub mod s3;
 pub mod s3_process;
 pub mod seaweed;
 pub mod skip;
+pub mod stores;
 pub mod story;
 pub mod vm;
 

@@ -1,5 +1,5 @@
-//! SeaweedFS, a real S3 server with exact `If-None-Match` and inexact `If-Match`: several concurrent writers of the
-//! same version can succeed.
+//! SeaweedFS, a real S3 server with exact `If-None-Match`. Its `If-Match` is not always exact: several concurrent writers
+//! of the same version were seen to succeed.
 
 use std::path::Path;
 use std::process::Command;

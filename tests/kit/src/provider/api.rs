@@ -1,72 +1,54 @@
-//! The routes of API v1 that the platform uses.
+//! The routes of servers and actions of API v1.
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Query, State};
+use axum::extract::{Path, RawQuery, State};
 use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use bytes::Bytes;
 use http::StatusCode;
-use serde::Deserialize;
 use serde_json::{Value, json};
+use uuid::Uuid;
 
 use super::catalog;
-use super::cloud::{Cloud, Outcome};
-use super::inventory::CreateRequest;
-use super::labels;
+use super::cloud::{Cloud, Outcome, parse_body};
+use super::inventory::{ActionRecord, CreateRequest, UpdateRequest};
+use super::query::Query;
 use super::refusal::Refusal;
-use super::wire;
+use super::{catalog_api, labels, wire};
 
 type Shared = State<Arc<Cloud>>;
 type ApiResult = Result<Json<Value>, Refusal>;
 type CreatedResult = Result<(StatusCode, Json<Value>), Refusal>;
+type ListResult = Result<Response, Refusal>;
 
 pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
     Router::new()
         .route("/v1/servers", get(list_servers).post(create_server))
-        .route("/v1/servers/{id}", get(get_server).delete(delete_server))
+        .route("/v1/servers/{id}", get(get_server).put(update_server).delete(delete_server))
+        .route("/v1/servers/{id}/actions", get(list_server_actions))
         .route("/v1/servers/{id}/actions/{action}", post(start_action).get(get_server_action))
+        .route("/v1/actions", get(list_actions))
         .route("/v1/actions/{id}", get(get_action))
-        .route("/v1/server_types", get(list_server_types))
-        .route("/v1/locations", get(list_locations))
         .route("/v1/pricing", get(get_pricing))
-        .fallback(not_found)
         .with_state(cloud)
+        .merge(catalog_api::routes())
+        .fallback(no_route)
+        .method_not_allowed_fallback(no_method)
 }
 
-#[derive(Deserialize)]
-struct ListQuery {
-    name: Option<String>,
-    #[serde(default)]
-    label_selector: String,
-    #[serde(default = "first_page")]
-    page: usize,
-    #[serde(default = "default_size")]
-    per_page: usize,
-}
-
-fn first_page() -> usize {
-    1
-}
-
-fn default_size() -> usize {
-    25
-}
-
-async fn list_servers(State(cloud): Shared, Query(query): Query<ListQuery>) -> ApiResult {
+async fn list_servers(State(cloud): Shared, RawQuery(raw): RawQuery) -> ListResult {
+    let query = Query::parse(raw.as_deref());
     let inventory = cloud.inventory();
     let mut found = Vec::new();
     for record in inventory.servers.values().filter(|record| !inventory.hidden.contains(&record.name)) {
-        let matches_name = query.name.as_ref().is_none_or(|name| *name == record.name);
-        if matches_name && labels::selects(&query.label_selector, &record.labels)? {
+        let shown = query.allows("name", &record.name) && query.allows("status", record.power.as_str());
+        if shown && labels::selects(query.one("label_selector").unwrap_or_default(), &record.labels)? {
             found.push(wire::server(record, inventory.is_locked(record.id)));
         }
     }
-    let (page, per_page) = (query.page.max(1), query.per_page.clamp(1, 50));
-    let meta = wire::pagination(page, per_page, found.len());
-    let servers: Vec<Value> = found.into_iter().skip((page - 1) * per_page).take(per_page).collect();
-    Ok(Json(json!({"servers": servers, "meta": meta})))
+    query.page("/v1/servers", "servers", found)
 }
 
 async fn create_server(
@@ -74,45 +56,84 @@ async fn create_server(
     outcome: Option<Extension<Outcome>>,
     body: Bytes,
 ) -> CreatedResult {
-    let create_request: CreateRequest = serde_json::from_slice(&body)
-        .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, "json_error", error.to_string()))?;
+    let create_request: CreateRequest = parse_body(&body)?;
+    let has_key = create_request.has_ssh_keys();
     let (record, actions) = cloud.create(create_request, outcome_of(outcome))?;
     let mut actions = actions.iter().map(wire::action);
     let body = json!({
         "server": wire::server(&record, true),
         "action": actions.next(),
         "next_actions": actions.collect::<Vec<_>>(),
-        "root_password": null,
+        "root_password": (!has_key).then(|| Uuid::new_v4().simple().to_string()),
     });
     Ok((StatusCode::CREATED, Json(body)))
 }
 
-async fn get_server(State(cloud): Shared, Path(id): Path<i64>) -> ApiResult {
+async fn get_server(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
+    let id = parse_id("server", &id)?;
     let inventory = cloud.inventory();
     let found = Some(inventory.server(id)?).filter(|record| !inventory.hidden.contains(&record.name));
     let found = found.ok_or_else(|| Refusal::not_found("server", id))?;
     Ok(Json(json!({"server": wire::server(found, inventory.is_locked(id))})))
 }
 
-async fn delete_server(State(cloud): Shared, Path(id): Path<i64>) -> ApiResult {
+async fn update_server(State(cloud): Shared, Path(id): Path<String>, body: Bytes) -> ApiResult {
+    let id = parse_id("server", &id)?;
+    let request: UpdateRequest = parse_body(&body)?;
+    let mut inventory = cloud.inventory();
+    let locked = inventory.is_locked(id);
+    Ok(Json(json!({"server": wire::server(inventory.update(id, request)?, locked)})))
+}
+
+async fn delete_server(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
+    let id = parse_id("server", &id)?;
     Ok(Json(json!({"action": wire::action(&cloud.delete(id).await?)})))
 }
 
 async fn start_action(
     State(cloud): Shared,
-    Path((id, command)): Path<(i64, String)>,
+    Path((id, command)): Path<(String, String)>,
     outcome: Option<Extension<Outcome>>,
     body: Bytes,
 ) -> CreatedResult {
+    let id = parse_id("server", &id)?;
     let action = cloud.act(id, &command, &body, outcome_of(outcome))?;
     Ok((StatusCode::CREATED, Json(json!({"action": wire::action(&action)}))))
 }
 
-async fn get_action(State(cloud): Shared, Path(id): Path<i64>) -> ApiResult {
+async fn list_server_actions(
+    State(cloud): Shared,
+    Path(id): Path<String>,
+    RawQuery(raw): RawQuery,
+) -> ListResult {
+    let id = parse_id("server", &id)?;
+    let query = Query::parse(raw.as_deref());
+    let inventory = cloud.inventory();
+    inventory.server(id)?;
+    let actions = inventory.actions().filter(|action| action.server == id);
+    let actions = actions.filter(|action| query.allows("status", action.status())).map(wire::action);
+    query.page(&format!("/v1/servers/{id}/actions"), "actions", actions.collect())
+}
+
+/// The actions with the ids of the query; the provider lists no others.
+async fn list_actions(State(cloud): Shared, RawQuery(raw): RawQuery) -> ApiResult {
+    let query = Query::parse(raw.as_deref());
+    if query.one("id").is_none() {
+        return Err(Refusal::invalid("id", "is required"));
+    }
+    let inventory = cloud.inventory();
+    let chosen = |action: &&ActionRecord| query.allows("id", &action.id.to_string());
+    let actions: Vec<Value> = inventory.actions().filter(chosen).map(wire::action).collect();
+    Ok(Json(json!({"actions": actions})))
+}
+
+async fn get_action(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
+    let id = parse_id("action", &id)?;
     Ok(Json(json!({"action": wire::action(cloud.inventory().action(id)?)})))
 }
 
-async fn get_server_action(State(cloud): Shared, Path((server, id)): Path<(i64, i64)>) -> ApiResult {
+async fn get_server_action(State(cloud): Shared, Path((server, id)): Path<(String, String)>) -> ApiResult {
+    let (server, id) = (parse_id("server", &server)?, parse_id("action", &id)?);
     let inventory = cloud.inventory();
     let action = inventory.action(id)?;
     if action.server != server {
@@ -121,32 +142,22 @@ async fn get_server_action(State(cloud): Shared, Path((server, id)): Path<(i64, 
     Ok(Json(json!({"action": wire::action(action)})))
 }
 
-#[derive(Deserialize)]
-struct NameQuery {
-    name: Option<String>,
+async fn no_route() -> Refusal {
+    Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such route")
 }
 
-async fn list_server_types(Query(query): Query<NameQuery>) -> Json<Value> {
-    let matches = |known: &&catalog::CatalogType| query.name.as_deref().is_none_or(|name| name == known.name);
-    let types: Vec<Value> = catalog::TYPES.iter().filter(matches).map(catalog::CatalogType::json).collect();
-    let meta = wire::pagination(1, 50, types.len());
-    Json(json!({"server_types": types, "meta": meta}))
-}
-
-async fn list_locations(Query(query): Query<NameQuery>) -> Json<Value> {
-    let matches = |known: &&&str| query.name.as_deref().is_none_or(|name| name == **known);
-    let found: Vec<Value> =
-        catalog::LOCATIONS.iter().filter(matches).map(|name| json!({"name": name})).collect();
-    let meta = wire::pagination(1, 50, found.len());
-    Json(json!({"locations": found, "meta": meta}))
+async fn no_method() -> Refusal {
+    let text = "the method is not allowed for this route";
+    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", text)
 }
 
 async fn get_pricing(State(cloud): Shared) -> Json<Value> {
     Json(json!({"pricing": catalog::pricing(cloud.inventory().price_percent)}))
 }
 
-async fn not_found() -> Result<Response, Refusal> {
-    Err(Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such route"))
+pub(super) fn parse_id(what: &str, text: &str) -> Result<i64, Refusal> {
+    let message = || format!("{what} with ID '{text}' not found");
+    text.parse().map_err(|_| Refusal::new(StatusCode::NOT_FOUND, "not_found", message()))
 }
 
 fn outcome_of(extension: Option<Extension<Outcome>>) -> Outcome {

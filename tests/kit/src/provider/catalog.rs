@@ -1,4 +1,4 @@
-//! Server types and locations of the simulated provider.
+//! What the simulated provider sells: server types, locations and system images.
 
 use serde_json::{Value, json};
 
@@ -14,28 +14,151 @@ pub struct CatalogType {
     cents: u32,
 }
 
-/// `cpx12` has less disk than the type of any plan, so that a resize to it is refused.
-pub const TYPES: [CatalogType; 5] = [
-    CatalogType { id: 107, name: "cpx12", cores: 1, memory_gb: 2, disk_gb: 40, cents: 450 },
-    CatalogType { id: 108, name: "cpx22", cores: 2, memory_gb: 4, disk_gb: 80, cents: 799 },
-    CatalogType { id: 109, name: "cpx32", cores: 4, memory_gb: 8, disk_gb: 160, cents: 1399 },
-    CatalogType { id: 110, name: "cpx42", cores: 8, memory_gb: 16, disk_gb: 320, cents: 2549 },
-    CatalogType { id: 111, name: "cpx52", cores: 12, memory_gb: 24, disk_gb: 480, cents: 3649 },
-];
-
-pub(super) const LOCATIONS: [&str; 6] = ["fsn1", "nbg1", "hel1", "ash", "hil", "sin"];
-
-pub(super) fn by_name(name: &str) -> Option<&'static CatalogType> {
-    TYPES.iter().find(|known| known.name == name)
+const fn server_type(
+    id: i64,
+    name: &'static str,
+    (cores, memory_gb, disk_gb): (u32, u32, u32),
+    cents: u32,
+) -> CatalogType {
+    CatalogType { id, name, cores, memory_gb, disk_gb, cents }
 }
 
-impl CatalogType {
-    pub(super) fn json(&self) -> Value {
+/// `cpx12` has less disk than the type of any plan, so that a resize to it is refused.
+pub const TYPES: [CatalogType; 5] = [
+    server_type(107, "cpx12", (1, 2, 40), 450),
+    server_type(108, "cpx22", (2, 4, 80), 799),
+    server_type(109, "cpx32", (4, 8, 160), 1399),
+    server_type(110, "cpx42", (8, 16, 320), 2549),
+    server_type(111, "cpx52", (12, 24, 480), 3649),
+];
+
+/// A place where servers run.
+#[derive(Debug, PartialEq)]
+pub(super) struct Location {
+    pub(super) id: i64,
+    pub(super) name: &'static str,
+    description: &'static str,
+    country: &'static str,
+    city: &'static str,
+    latitude: f64,
+    longitude: f64,
+    network_zone: &'static str,
+}
+
+const fn location(
+    id: i64,
+    name: &'static str,
+    description: &'static str,
+    (country, city): (&'static str, &'static str),
+    (latitude, longitude): (f64, f64),
+    network_zone: &'static str,
+) -> Location {
+    Location { id, name, description, country, city, latitude, longitude, network_zone }
+}
+
+pub(super) const LOCATIONS: [Location; 6] = [
+    location(1, "fsn1", "Falkenstein DC Park 1", ("DE", "Falkenstein"), (50.47612, 12.370071), "eu-central"),
+    location(2, "nbg1", "Nuremberg DC Park 1", ("DE", "Nuremberg"), (49.452102, 11.076665), "eu-central"),
+    location(3, "hel1", "Helsinki DC Park 1", ("FI", "Helsinki"), (60.169855, 24.938379), "eu-central"),
+    location(4, "ash", "Ashburn, VA", ("US", "Ashburn, VA"), (39.045821, -77.487073), "us-east"),
+    location(5, "hil", "Hillsboro, OR", ("US", "Hillsboro, OR"), (45.54222, -122.951924), "us-west"),
+    location(6, "sin", "Singapore", ("SG", "Singapore"), (1.283333, 103.833333), "ap-southeast"),
+];
+
+/// A system image.
+#[derive(Debug, PartialEq)]
+pub(super) struct Image {
+    pub(super) id: i64,
+    pub(super) name: &'static str,
+    description: &'static str,
+    os_flavor: &'static str,
+    os_version: &'static str,
+    created: &'static str,
+}
+
+pub(super) const IMAGES: [Image; 3] = [
+    Image {
+        id: 114_690_387,
+        name: "debian-12",
+        description: "Debian 12",
+        os_flavor: "debian",
+        os_version: "12",
+        created: "2023-06-13T06:00:00+00:00",
+    },
+    Image {
+        id: 310_557_660,
+        name: "debian-13",
+        description: "Debian 13",
+        os_flavor: "debian",
+        os_version: "13",
+        created: "2025-08-11T06:00:00+00:00",
+    },
+    Image {
+        id: 161_547_269,
+        name: "ubuntu-24.04",
+        description: "Ubuntu 24.04",
+        os_flavor: "ubuntu",
+        os_version: "24.04",
+        created: "2024-04-25T13:00:00+00:00",
+    },
+];
+
+/// An entry of the catalogue, which requests name by id or by name.
+pub(super) trait Entry: 'static {
+    /// The key of a list in responses.
+    const LIST: &'static str;
+    /// The key of a single entry in responses.
+    const ONE: &'static str;
+    fn all() -> &'static [Self]
+    where
+        Self: Sized;
+    fn id(&self) -> i64;
+    fn name(&self) -> &'static str;
+    fn json(&self) -> Value;
+}
+
+/// The entry with this name, or with this id in decimal.
+pub(super) fn find<E: Entry>(id_or_name: &str) -> Option<&'static E> {
+    let id = id_or_name.parse();
+    E::all().iter().find(|entry| entry.name() == id_or_name || id == Ok(entry.id()))
+}
+
+impl Entry for CatalogType {
+    const LIST: &'static str = "server_types";
+    const ONE: &'static str = "server_type";
+
+    fn all() -> &'static [Self] {
+        &TYPES
+    }
+
+    fn id(&self) -> i64 {
+        self.id
+    }
+
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn json(&self) -> Value {
+        let prices = prices(self.cents).into_iter().map(|mut price_there| {
+            price_there["included_traffic"] = INCLUDED_TRAFFIC.into();
+            price_there["price_per_tb_traffic"] = price(100);
+            price_there
+        });
+        let locations = LOCATIONS.iter().map(|location| {
+            json!({
+                "id": location.id, "name": location.name, "deprecation": null,
+                "available": true, "recommended": true,
+            })
+        });
         json!({
             "id": self.id, "name": self.name, "description": self.name.to_uppercase(),
+            "category": "Shared vCPU",
             "cores": self.cores, "memory": f64::from(self.memory_gb), "disk": self.disk_gb,
-            "storage_type": "local", "cpu_type": "shared", "architecture": "x86", "deprecated": false,
-            "deprecation": null, "prices": [],
+            "storage_type": "local", "cpu_type": "shared", "architecture": "x86",
+            "deprecated": false, "deprecation": null,
+            "prices": prices.collect::<Vec<_>>(),
+            "locations": locations.collect::<Vec<_>>(),
         })
     }
 }
@@ -50,15 +173,17 @@ fn price(cents: u32) -> Value {
     json!({"net": decimal(net), "gross": decimal(net * u64::from(100 + VAT_PERCENT) / 100)})
 }
 
-/// The price list, with `percent` of the usual prices of servers. Locations outside Europe cost a fifth more.
-pub(super) fn pricing(percent: u32) -> Value {
-    let prices = |cents: u32| -> Vec<Value> {
-        let of = |(at, location): (usize, &&str)| {
-            let cents = if at < 3 { cents } else { cents * 6 / 5 };
-            json!({"location": location, "price_hourly": price(cents / 730), "price_monthly": price(cents)})
-        };
-        LOCATIONS.iter().enumerate().map(of).collect()
+/// The prices of `cents` a month in each location. Those outside Europe cost a fifth more.
+fn prices(cents: u32) -> Vec<Value> {
+    let of = |location: &Location| {
+        let cents = if location.network_zone == "eu-central" { cents } else { cents * 6 / 5 };
+        json!({"location": location.name, "price_hourly": price(cents / 730), "price_monthly": price(cents)})
     };
+    LOCATIONS.iter().map(of).collect()
+}
+
+/// The price list, with `percent` of the usual prices of servers.
+pub(super) fn pricing(percent: u32) -> Value {
     let types: Vec<Value> = TYPES
         .iter()
         .map(|known| json!({"id": known.id, "name": known.name, "prices": prices(known.cents * percent / 100)}))
@@ -69,3 +194,58 @@ pub(super) fn pricing(percent: u32) -> Value {
         "volume": {"price_per_gb_month": price(4)}, "server_backup": {"percentage": "20.0000000000"},
     })
 }
+
+impl Entry for Location {
+    const LIST: &'static str = "locations";
+    const ONE: &'static str = "location";
+
+    fn all() -> &'static [Self] {
+        &LOCATIONS
+    }
+
+    fn id(&self) -> i64 {
+        self.id
+    }
+
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "id": self.id, "name": self.name, "description": self.description, "country": self.country,
+            "city": self.city, "latitude": self.latitude, "longitude": self.longitude,
+            "network_zone": self.network_zone,
+        })
+    }
+}
+
+impl Entry for Image {
+    const LIST: &'static str = "images";
+    const ONE: &'static str = "image";
+
+    fn all() -> &'static [Self] {
+        &IMAGES
+    }
+
+    fn id(&self) -> i64 {
+        self.id
+    }
+
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "id": self.id, "type": "system", "status": "available", "name": self.name,
+            "description": self.description, "image_size": null, "disk_size": 5,
+            "created": self.created, "created_from": null, "bound_to": null, "os_flavor": self.os_flavor,
+            "os_version": self.os_version, "architecture": "x86", "rapid_deploy": true,
+            "protection": {"delete": false}, "deleted": null, "deprecation": null, "labels": {},
+        })
+    }
+}
+
+/// Bytes a month that a server may send for free: 20 TB.
+pub(super) const INCLUDED_TRAFFIC: u64 = 20 << 40;

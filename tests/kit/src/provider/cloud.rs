@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use http::StatusCode;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 
-use super::catalog::{self, CatalogType};
+use super::catalog::CatalogType;
 use super::faults::Script;
 use super::guest::Guests;
-use super::inventory::{ActionRecord, CreateRequest, Inventory, Power, ServerRecord};
+use super::inventory::{ActionRecord, CreateRequest, IdOrName, Inventory, Power, ServerRecord};
 use super::rate::Bucket;
 use super::refusal::Refusal;
 
@@ -39,13 +41,30 @@ enum Effect {
     Reboot,
     Reset,
     Retype { to: &'static CatalogType, grow_disk: bool },
+    Protect(bool),
     Nothing,
 }
 
 #[derive(Debug, Deserialize)]
-pub(super) struct ChangeType {
-    server_type: String,
+struct ChangeType {
+    server_type: IdOrName,
     upgrade_disk: bool,
+}
+
+/// Both fields must have the same value, as at the provider.
+#[derive(Debug, Deserialize)]
+struct ChangeProtection {
+    delete: Option<bool>,
+    rebuild: Option<bool>,
+}
+
+/// Reads a request's body: what is no object of JSON is a `json_error`, a wrong or missing field is `invalid_input`.
+pub(super) fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
+    let fields: serde_json::Map<String, Value> =
+        serde_json::from_slice(body).map_err(|error| Refusal::json(&error))?;
+    serde_json::from_value(Value::Object(fields)).map_err(|error| {
+        Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", format!("invalid input: {error}"))
+    })
 }
 
 impl Cloud {
@@ -90,6 +109,7 @@ impl Cloud {
             "reboot" => ("reboot_server", Effect::Reboot),
             "reset" => ("reset_server", Effect::Reset),
             "change_type" => return self.change_type(id, body, outcome),
+            "change_protection" => return self.change_protection(id, body, outcome),
             _ => return Err(Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such action")),
         };
         let mut power = Power::Off;
@@ -112,9 +132,8 @@ impl Cloud {
         body: &[u8],
         outcome: Outcome,
     ) -> Result<ActionRecord, Refusal> {
-        let request: ChangeType = serde_json::from_slice(body)
-            .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, "json_error", error.to_string()))?;
-        let Some(to) = catalog::by_name(&request.server_type) else {
+        let request: ChangeType = parse_body(body)?;
+        let Some(to) = request.server_type.find::<CatalogType>() else {
             return Err(Refusal::invalid("server_type", "server type not found"));
         };
         let refuse = |code: &str, text: &str| Err(Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, code, text));
@@ -131,6 +150,21 @@ impl Cloud {
             Ok(())
         })?;
         self.run(action.id, id, Effect::Retype { to, grow_disk: request.upgrade_disk }, outcome);
+        Ok(action)
+    }
+
+    fn change_protection(
+        self: &Arc<Self>,
+        id: i64,
+        body: &[u8],
+        outcome: Outcome,
+    ) -> Result<ActionRecord, Refusal> {
+        let request: ChangeProtection = parse_body(body)?;
+        let (Some(protect), true) = (request.delete, request.delete == request.rebuild) else {
+            return Err(Refusal::invalid("rebuild", "must have the same value as delete"));
+        };
+        let action = self.inventory().begin(id, "change_protection", |_| Ok(()))?;
+        self.run(action.id, id, Effect::Protect(protect), outcome);
         Ok(action)
     }
 
@@ -170,6 +204,11 @@ impl Cloud {
                     self.set_power(server, Power::Stopping);
                     self.guests.shut_down(&name).await;
                     self.set_power(server, Power::Off);
+                }
+            }
+            Effect::Protect(protect) => {
+                if let Some(record) = self.inventory().servers.get_mut(&server) {
+                    record.protected = protect;
                 }
             }
             Effect::Retype { to, grow_disk } => {

@@ -10,10 +10,9 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::address::Addresses;
-use super::catalog::{self, CatalogType};
+use super::catalog::{self, CatalogType, Image, LOCATIONS, Location};
 use super::labels::{self, Labels};
 use super::refusal::Refusal;
-use http::StatusCode;
 
 const MAX_USER_DATA_BYTES: usize = 32 * 1024;
 
@@ -28,6 +27,18 @@ pub enum Power {
     Off,
 }
 
+impl Power {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Initializing => "initializing",
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Stopping => "stopping",
+            Self::Off => "off",
+        }
+    }
+}
+
 /// A server of the inventory.
 #[derive(Debug, Clone)]
 pub(super) struct ServerRecord {
@@ -36,14 +47,25 @@ pub(super) struct ServerRecord {
     pub(super) power: Power,
     pub(super) server_type: &'static CatalogType,
     pub(super) disk_gb: u32,
-    pub(super) image: String,
-    pub(super) location: String,
+    pub(super) image: &'static Image,
+    pub(super) location: &'static Location,
     pub(super) labels: Labels,
     pub(super) user_data: String,
+    /// The machine's address, also if it has no public one.
     pub(super) ipv4: Ipv4Addr,
+    pub(super) public_net: PublicNet,
     pub(super) created: Timestamp,
+    /// Refuses deletion and rebuild.
+    pub(super) protected: bool,
     /// Whether the operating system reacts to the power button.
     pub(super) obeys_shutdown: bool,
+}
+
+/// The ids of a server's primary addresses.
+#[derive(Debug, Clone)]
+pub(super) struct PublicNet {
+    pub(super) ipv4_id: Option<i64>,
+    pub(super) ipv6_id: Option<i64>,
 }
 
 /// An action of the inventory.
@@ -63,6 +85,16 @@ pub(super) struct ActionEnd {
     pub(super) failed: bool,
 }
 
+impl ActionRecord {
+    pub(super) fn status(&self) -> &'static str {
+        match &self.end {
+            None => "running",
+            Some(end) if end.failed => "error",
+            Some(_) => "success",
+        }
+    }
+}
+
 /// A server that was created, with the time of its end; the log reveals orphans and duplicates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -75,24 +107,81 @@ pub struct Creation {
     pub ended: Option<Timestamp>,
 }
 
-/// The relevant fields of `POST /servers`.
+/// The supported fields of `POST /servers`.
 #[derive(Debug, Deserialize)]
 pub(super) struct CreateRequest {
     name: String,
-    server_type: String,
-    image: String,
+    server_type: IdOrName,
+    image: IdOrName,
     #[serde(default)]
-    location: Option<String>,
+    location: Option<IdOrName>,
     #[serde(default)]
     labels: Labels,
     #[serde(default)]
     user_data: Option<String>,
+    #[serde(default)]
+    public_net: PublicNetRequest,
+    #[serde(default)]
+    ssh_keys: Vec<IdOrName>,
     #[serde(default = "default_true")]
     pub(super) start_after_create: bool,
 }
 
+impl CreateRequest {
+    /// Whether the server is entered with a key, so that it needs no password.
+    pub(super) fn has_ssh_keys(&self) -> bool {
+        !self.ssh_keys.is_empty()
+    }
+}
+
+/// How requests name an entry of the catalogue.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum IdOrName {
+    Id(i64),
+    Name(String),
+}
+
+impl IdOrName {
+    pub(super) fn find<E: catalog::Entry>(&self) -> Option<&'static E> {
+        match self {
+            Self::Id(id) => catalog::find(&id.to_string()),
+            Self::Name(name) => catalog::find(name),
+        }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(default)]
+struct PublicNetRequest {
+    enable_ipv4: bool,
+    enable_ipv6: bool,
+}
+
+impl Default for PublicNetRequest {
+    fn default() -> Self {
+        Self { enable_ipv4: true, enable_ipv6: true }
+    }
+}
+
+/// The fields of `PUT /servers/{id}`; what is absent stays.
+#[derive(Debug, Deserialize)]
+pub(super) struct UpdateRequest {
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(default)]
+    labels: Option<Labels>,
+}
+
 fn default_true() -> bool {
     true
+}
+
+/// What an order names in the catalogue.
+struct Chosen {
+    server_type: &'static CatalogType,
+    image: &'static Image,
+    location: &'static Location,
 }
 
 pub(super) struct Inventory {
@@ -126,20 +215,24 @@ impl Inventory {
         &mut self,
         request: CreateRequest,
     ) -> Result<(ServerRecord, Vec<ActionRecord>), Refusal> {
-        let server_type = self.validate(&request)?;
+        let Chosen { server_type, image, location } = self.validate(&request)?;
         let starts = request.start_after_create;
+        let ipv4_id = request.public_net.enable_ipv4.then(|| self.next_id());
+        let ipv6_id = request.public_net.enable_ipv6.then(|| self.next_id());
         let record = ServerRecord {
             id: self.next_id(),
             name: request.name,
             power: Power::Initializing,
             server_type,
             disk_gb: server_type.disk_gb,
-            image: request.image,
-            location: request.location.unwrap_or_else(|| catalog::LOCATIONS[0].to_owned()),
+            image,
+            location,
             labels: request.labels,
             user_data: request.user_data.unwrap_or_default(),
             ipv4: self.addresses.next(),
+            public_net: PublicNet { ipv4_id, ipv6_id },
             created: Timestamp::now(),
+            protected: false,
             obeys_shutdown: true,
         };
         self.creations.push(Creation {
@@ -157,37 +250,52 @@ impl Inventory {
         Ok((record, actions))
     }
 
-    fn validate(&self, request: &CreateRequest) -> Result<&'static CatalogType, Refusal> {
-        let hostname = |text: &str| {
-            (1..=63).contains(&text.len())
-                && text.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
-                && text.starts_with(|c: char| c.is_ascii_alphanumeric())
-        };
-        if !hostname(&request.name) {
-            return Err(Refusal::invalid("name", "is not a valid hostname"));
-        }
-        let Some(server_type) = catalog::by_name(&request.server_type) else {
+    fn validate(&self, request: &CreateRequest) -> Result<Chosen, Refusal> {
+        check_name(&request.name)?;
+        let Some(server_type) = request.server_type.find() else {
             return Err(Refusal::invalid("server_type", "server type not found"));
         };
-        if request.image.is_empty() {
-            return Err(Refusal::invalid("image", "must not be empty"));
-        }
-        if request.location.as_deref().is_some_and(|name| !catalog::LOCATIONS.contains(&name)) {
+        let Some(image) = request.image.find() else {
+            return Err(Refusal::invalid("image", "image not found"));
+        };
+        let Some(location) = request.location.as_ref().map_or(LOCATIONS.first(), IdOrName::find) else {
             return Err(Refusal::invalid("location", "location not found"));
-        }
+        };
         labels::validate(&request.labels)?;
         if request.user_data.as_ref().is_some_and(|data| data.len() > MAX_USER_DATA_BYTES) {
             return Err(Refusal::invalid("user_data", "must be at most 32 KiB"));
         }
-        if self.servers.values().any(|server| server.name == request.name) {
-            let text = "server name is already used";
-            return Err(Refusal::new(StatusCode::CONFLICT, "uniqueness_error", text));
+        if self.has_name(&request.name) {
+            return Err(Refusal::name_is_used());
         }
         if self.servers.len() >= self.server_limit {
-            let text = "server limit exceeded";
-            return Err(Refusal::new(StatusCode::FORBIDDEN, "resource_limit_exceeded", text));
+            return Err(Refusal::server_limit());
         }
-        Ok(server_type)
+        Ok(Chosen { server_type, image, location })
+    }
+
+    fn has_name(&self, name: &str) -> bool {
+        self.servers.values().any(|server| server.name == name)
+    }
+
+    /// Changes the labels of a server. Guests are registered by name, so no other name is accepted.
+    pub(super) fn update(&mut self, id: i64, request: UpdateRequest) -> Result<&ServerRecord, Refusal> {
+        let name = &self.server(id)?.name;
+        if let Some(other) = request.name.as_ref().filter(|new| *new != name) {
+            check_name(other)?;
+            return Err(if self.has_name(other) {
+                Refusal::name_is_used()
+            } else {
+                Refusal::invalid("name", "this simulator does not rename servers")
+            });
+        }
+        if let Some(labels) = request.labels {
+            labels::validate(&labels)?;
+            if let Some(record) = self.servers.get_mut(&id) {
+                record.labels = labels;
+            }
+        }
+        self.server(id)
     }
 
     /// Starts an action on an unlocked server that satisfies `rule`.
@@ -211,7 +319,9 @@ impl Inventory {
     }
 
     pub(super) fn delete(&mut self, server: i64) -> Result<(ServerRecord, ActionRecord), Refusal> {
-        self.server(server)?;
+        if self.server(server)?.protected {
+            return Err(Refusal::protected());
+        }
         self.check_unlocked(server)?;
         let action = self.add_action(server, "delete_server");
         let record = self.remove(server).expect("the server exists");
@@ -241,6 +351,10 @@ impl Inventory {
         self.actions.get(&id).ok_or_else(|| Refusal::not_found("action", id))
     }
 
+    pub(super) fn actions(&self) -> impl Iterator<Item = &ActionRecord> {
+        self.actions.values()
+    }
+
     pub(super) fn is_locked(&self, server: i64) -> bool {
         self.actions.values().any(|action| action.server == server && action.end.is_none())
     }
@@ -264,4 +378,11 @@ impl Inventory {
         self.next_id += 1;
         self.next_id
     }
+}
+
+fn check_name(name: &str) -> Result<(), Refusal> {
+    let is_valid = (1..=63).contains(&name.len())
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if is_valid { Ok(()) } else { Err(Refusal::invalid("name", "is not a valid hostname")) }
 }

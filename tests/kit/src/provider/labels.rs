@@ -15,21 +15,33 @@ pub(super) fn validate(labels: &Labels) -> Result<(), Refusal> {
             && ends(text.chars().last())
             && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
+    let prefix = |text: &str| {
+        let label = |part: &str| {
+            name(part) && part.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+        };
+        // The provider keeps its own prefix for itself.
+        text.len() <= 253 && text != "hetzner.cloud" && text.split('.').all(label)
+    };
     let is_valid = labels.iter().all(|(key, value)| {
-        let bare = key.split_once('/').map_or(key.as_str(), |(_, bare)| bare);
-        name(bare) && (value.is_empty() || name(value))
+        let (has_prefix, bare) =
+            key.split_once('/').map_or((true, key.as_str()), |(before, bare)| (prefix(before), bare));
+        has_prefix && name(bare) && (value.is_empty() || name(value))
     });
     if is_valid { Ok(()) } else { Err(Refusal::invalid("labels", "keys or values are not valid labels")) }
 }
 
-/// Whether the labels match every term of `k`, `!k`, `k=v`, `k==v`, `k!=v`, separated by commas.
+/// Whether the labels match every term of the selector: `k`, `!k`, `k=v`, `k==v`, `k!=v`, `k in (v,w)`,
+/// `k notin (v,w)`, separated by commas.
 pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> {
     let mut matches_all = true;
-    for term in selector.split(',').map(str::trim).filter(|term| !term.is_empty()) {
-        if term.contains(['(', ')', ' ']) {
-            return Err(Refusal::invalid("label_selector", "this simulator does not support set terms"));
-        }
-        matches_all &= if let Some((key, value)) = term.split_once("!=") {
+    for term in terms(selector)? {
+        matches_all &= if let Some((key, values)) = term.split_once(" notin ") {
+            !is_in(labels, key, values)?
+        } else if let Some((key, values)) = term.split_once(" in ") {
+            is_in(labels, key, values)?
+        } else if term.contains(['(', ')', ' ']) {
+            return Err(syntax_error());
+        } else if let Some((key, value)) = term.split_once("!=") {
             labels.get(key).is_none_or(|has| has != value)
         } else if let Some((key, value)) = term.split_once('=') {
             labels.get(key).is_some_and(|has| has == value.trim_start_matches('='))
@@ -40,6 +52,35 @@ pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> 
         };
     }
     Ok(matches_all)
+}
+
+/// Splits a selector at the commas outside of parentheses.
+fn terms(selector: &str) -> Result<Vec<&str>, Refusal> {
+    let (mut terms, mut start, mut depth) = (Vec::new(), 0, 0_u32);
+    for (at, c) in selector.char_indices() {
+        match c {
+            '(' => depth += 1,
+            ')' => depth = depth.checked_sub(1).ok_or_else(syntax_error)?,
+            ',' if depth == 0 => {
+                terms.push(&selector[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    terms.push(&selector[start..]);
+    let terms = terms.into_iter().map(str::trim).filter(|term| !term.is_empty());
+    if depth == 0 { Ok(terms.collect()) } else { Err(syntax_error()) }
+}
+
+fn is_in(labels: &Labels, key: &str, values: &str) -> Result<bool, Refusal> {
+    let values = values.trim().strip_prefix('(').and_then(|values| values.strip_suffix(')'));
+    let values = values.ok_or_else(syntax_error)?;
+    Ok(labels.get(key.trim()).is_some_and(|has| values.split(',').any(|value| value.trim() == has)))
+}
+
+fn syntax_error() -> Refusal {
+    Refusal::invalid("label_selector", "is not a valid label selector")
 }
 
 #[cfg(test)]
@@ -64,16 +105,32 @@ mod tests {
             ("!a", false),
             ("a!=2", true),
             ("c!=2", true),
+            ("a in (2,1)", true),
+            ("a in (2, 3),b", false),
+            ("a notin (2,3),!c", true),
+            ("c notin (1)", true),
+            ("a notin (1)", false),
         ] {
             assert_eq!(selects(selector, &has).unwrap(), expected, "{selector}");
         }
-        assert!(selects("a in (1,2)", &has).is_err());
+        for invalid in ["a in 1", "a in (1", "a)", "a b"] {
+            assert!(selects(invalid, &has).is_err(), "{invalid}");
+        }
     }
 
     #[test]
     fn validate_refuses_invalid_labels() {
         assert!(validate(&labels(&[("machine", "0190-x"), ("svc.example/slot", "a_b.c")])).is_ok());
-        for (key, value) in [("", "x"), ("a", "b c"), ("a", "-b"), ("a", "user:1"), ("a", &"x".repeat(64))] {
+        for (key, value) in [
+            ("hetzner.cloud/a", "x"),
+            ("Svc.example/a", "x"),
+            ("/a", "x"),
+            ("", "x"),
+            ("a", "b c"),
+            ("a", "-b"),
+            ("a", "user:1"),
+            ("a", &"x".repeat(64)),
+        ] {
             assert!(validate(&labels(&[(key, value)])).is_err(), "{key}={value}");
         }
     }

@@ -9,13 +9,14 @@ use axum::Router;
 use axum::body::Body;
 use axum::response::IntoResponse;
 use http::header::AUTHORIZATION;
-use http::{Request, Response, StatusCode};
+use http::{HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
+use uuid::Uuid;
 
 use super::cloud::{Cloud, Outcome};
 use super::faults::Fault;
@@ -113,6 +114,9 @@ async fn handle(
         }
     };
     rate.write(response.headers_mut());
+    if let Ok(id) = HeaderValue::try_from(Uuid::new_v4().simple().to_string()) {
+        response.headers_mut().insert("x-correlation-id", id);
+    }
     cloud.script().set_status(call, response.status().as_u16());
     Ok(response)
 }

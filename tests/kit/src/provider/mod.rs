@@ -25,6 +25,7 @@
 mod address;
 mod api;
 mod catalog;
+mod catalog_api;
 mod cloud;
 mod control;
 mod faults;
@@ -34,6 +35,7 @@ mod inventory;
 mod labels;
 mod listener;
 mod machines;
+mod query;
 mod rate;
 mod refusal;
 mod simulator;

@@ -11,22 +11,26 @@ pub(super) struct Refusal {
     pub(super) status: StatusCode,
     pub(super) code: String,
     message: String,
-    /// The invalid field, with the reason.
-    field: Option<(&'static str, &'static str)>,
+    /// Depends on the code.
+    details: Box<Value>,
 }
 
 impl Refusal {
     pub(super) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
-        Self { status, code: code.to_owned(), message: message.into(), field: None }
+        Self { status, code: code.to_owned(), message: message.into(), details: Box::new(json!({})) }
     }
 
     /// Error for an invalid field.
     pub(super) fn invalid(field: &'static str, message: &'static str) -> Self {
-        let text = format!("invalid input in field '{field}'");
+        let text = format!("invalid input in field '{field}': {message}");
         Self {
-            field: Some((field, message)),
+            details: Box::new(json!({"fields": [{"name": field, "messages": [message]}]})),
             ..Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", text)
         }
+    }
+
+    pub(super) fn json(error: &serde_json::Error) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "json_error", error.to_string())
     }
 
     pub(super) fn not_found(what: &str, id: i64) -> Self {
@@ -34,17 +38,40 @@ impl Refusal {
     }
 
     pub(super) fn locked() -> Self {
-        Self::new(StatusCode::LOCKED, "locked", "another action is running on this server")
+        let text = "cannot perform operation because resource is locked";
+        Self::new(StatusCode::LOCKED, "locked", text)
+    }
+
+    pub(super) fn protected() -> Self {
+        Self::new(StatusCode::LOCKED, "protected", "server deletion is protected")
+    }
+
+    pub(super) fn name_is_used() -> Self {
+        Self {
+            details: Box::new(json!({"fields": [{"name": "name"}]})),
+            ..Self::new(StatusCode::CONFLICT, "uniqueness_error", "server name is already used")
+        }
+    }
+
+    /// Error for functionality that the API no longer has.
+    pub(super) fn removed(announcement: &str) -> Self {
+        Self {
+            details: Box::new(json!({"announcement": announcement})),
+            ..Self::new(StatusCode::GONE, "deprecated_api_endpoint", "API functionality was removed")
+        }
+    }
+
+    pub(super) fn server_limit() -> Self {
+        Self {
+            details: Box::new(json!({"limits": [{"name": "server_limit"}]})),
+            ..Self::new(StatusCode::FORBIDDEN, "resource_limit_exceeded", "server limit exceeded")
+        }
     }
 }
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let details = self.field.map_or(
-            Value::Null,
-            |(name, message)| json!({"fields": [{"name": name, "messages": [message]}]}),
-        );
-        let body = json!({"error": {"code": self.code, "message": self.message, "details": details}});
+        let body = json!({"error": {"code": self.code, "message": self.message, "details": self.details}});
         (self.status, Json(body)).into_response()
     }
 }

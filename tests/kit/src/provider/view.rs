@@ -52,8 +52,8 @@ impl Cloud {
             disk_gb: record.disk_gb,
             labels: record.labels.clone(),
             ipv4: record.ipv4,
-            image: record.image.clone(),
-            location: record.location.clone(),
+            image: record.image.name.to_owned(),
+            location: record.location.name.to_owned(),
             user_data: record.user_data.clone(),
         };
         inventory.servers.values().map(view).collect()

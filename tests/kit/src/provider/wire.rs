@@ -3,70 +3,60 @@
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::catalog::{Entry, INCLUDED_TRAFFIC};
 use super::inventory::{ActionRecord, ServerRecord};
 
 pub(super) fn server(record: &ServerRecord, locked: bool) -> Value {
+    let net = &record.public_net;
+    let ipv4 = net.ipv4_id.map(|id| {
+        json!({
+            "id": id, "ip": record.ipv4, "blocked": false,
+            "dns_ptr": format!("static.{}.clients.your-server.de", record.ipv4),
+        })
+    });
+    let ipv6 = net.ipv6_id.map(|id| {
+        // A network of the documentation prefix: servers of the simulator are reached on loopback only.
+        json!({"id": id, "ip": format!("2001:db8:0:{:x}::/64", id & 0xffff), "blocked": false, "dns_ptr": []})
+    });
     json!({
         "id": record.id,
         "name": record.name,
         "status": record.power,
         "created": format_time(record.created),
-        "public_net": {
-            "ipv4": {
-                "id": record.id, "ip": record.ipv4, "blocked": false,
-                "dns_ptr": format!("static.{}.clients.invalid", record.ipv4),
-            },
-            "ipv6": null,
-            "floating_ips": [],
-            "firewalls": [],
-        },
+        "public_net": {"ipv4": ipv4, "ipv6": ipv6, "floating_ips": [], "firewalls": []},
         "private_net": [],
         "server_type": record.server_type.json(),
-        "location": {"name": record.location},
-        "image": {"name": record.image, "type": "system"},
+        "location": record.location.json(),
+        "image": record.image.json(),
         "iso": null,
         "rescue_enabled": false,
         "locked": locked,
         "backup_window": null,
-        "protection": {"delete": false, "rebuild": false},
+        "outgoing_traffic": 0,
+        "ingoing_traffic": 0,
+        "included_traffic": INCLUDED_TRAFFIC,
+        "protection": {"delete": record.protected, "rebuild": record.protected},
         "labels": record.labels,
         "volumes": [],
+        "load_balancers": [],
         "primary_disk_size": record.disk_gb,
         "placement_group": null,
     })
 }
 
 pub(super) fn action(record: &ActionRecord) -> Value {
-    let (status, progress, error) = match &record.end {
-        None => ("running", 50, Value::Null),
-        Some(end) if end.failed => {
-            ("error", 100, json!({"code": "action_failed", "message": "Action failed"}))
-        }
-        Some(_) => ("success", 100, Value::Null),
-    };
+    let failed = record.end.as_ref().is_some_and(|end| end.failed);
+    let error = failed.then(|| json!({"code": "action_failed", "message": "Action failed"}));
     json!({
         "id": record.id,
         "command": record.command,
-        "status": status,
-        "progress": progress,
+        "status": record.status(),
+        "progress": if record.end.is_some() { 100 } else { 50 },
         "started": format_time(record.started),
         "finished": record.end.as_ref().map(|end| format_time(end.at)),
         "resources": [{"id": record.server, "type": "server"}],
         "error": error,
     })
-}
-
-/// `meta.pagination` of page `page` of `total` entries.
-pub(super) fn pagination(page: usize, per_page: usize, total: usize) -> Value {
-    let last = total.div_ceil(per_page).max(1);
-    json!({"pagination": {
-        "page": page,
-        "per_page": per_page,
-        "previous_page": (page > 1).then(|| page - 1),
-        "next_page": (page < last).then(|| page + 1),
-        "last_page": last,
-        "total_entries": total,
-    }})
 }
 
 /// The provider's time format: seconds and a numeric offset.

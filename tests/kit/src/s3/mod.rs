@@ -31,10 +31,12 @@ mod session;
 mod store;
 mod sts;
 mod upload;
+mod upstream;
 mod wire;
 
 pub use fault::{Fault, HitCounter, Rule};
 pub use session::SessionInfo;
+pub use upstream::ThirdParty;
 pub use wire::RequestRecord;
 
 use std::path::Path;
@@ -53,7 +55,8 @@ use blob::Blob;
 use condition::WriteCondition;
 use session::Sessions;
 use store::{Object, Store};
-use wire::HttpLayer;
+use upstream::Upstream;
+use wire::{Backend, HttpLayer};
 
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 const ACCESS_KEY: &str = "KITACCESSKEY";
@@ -66,6 +69,8 @@ pub struct S3Server {
     store: Arc<Store>,
     sessions: Arc<Sessions>,
     secret_key: String,
+    /// The third-party server that executes the requests, if any.
+    upstream: Option<Arc<Upstream>>,
     _blobs: TempDir,
 }
 
@@ -82,6 +87,18 @@ pub struct ObjectInfo {
 impl S3Server {
     /// Starts on a free port. Larger objects are stored below `dir`, which must exist, until the server is dropped.
     pub fn start(dir: &Path) -> Result<Self> {
+        Self::start_with(dir, None)
+    }
+
+    /// Like [`Self::start`], with a third-party server that executes the requests; that server checks no signatures.
+    ///
+    /// # Errors
+    /// Like [`Self::start`].
+    pub fn in_front_of(server: ThirdParty, dir: &Path) -> Result<Self> {
+        Self::start_with(dir, Some(Arc::new(Upstream::new(server)?)))
+    }
+
+    fn start_with(dir: &Path, upstream: Option<Arc<Upstream>>) -> Result<Self> {
         let blobs = tempfile::Builder::new().prefix("s3-").tempdir_in(dir)?;
         child::remove_on_exit(blobs.path());
         let secret_key = uuid::Uuid::new_v4().simple().to_string();
@@ -92,13 +109,16 @@ impl S3Server {
         service.set_access(access::Access(Arc::clone(&sessions)));
         service.set_route(sts::Sts(Arc::clone(&sessions)));
         let http = Arc::new(HttpLayer {
-            service: service.build(),
+            backend: match &upstream {
+                None => Backend::Own(service.build()),
+                Some(upstream) => Backend::Upstream(Arc::clone(upstream)),
+            },
             faults: fault::Faults::default(),
             log: Mutex::default(),
         });
         let serving = Arc::clone(&http);
         let listener = ReopenableListener::open(move |stream| Arc::clone(&serving).serve(stream))?;
-        Ok(Self { listener, http, store, sessions, secret_key, _blobs: blobs })
+        Ok(Self { listener, http, store, sessions, secret_key, upstream, _blobs: blobs })
     }
 
     /// `http://127.0.0.1:<port>`.
@@ -115,7 +135,7 @@ impl S3Server {
     }
 
     pub fn region(&self) -> &str {
-        "auto"
+        if self.upstream.is_some() { "us-east-1" } else { "auto" }
     }
 
     /// The product's settings for a bucket of this store.
@@ -130,8 +150,12 @@ impl S3Server {
         pairs.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// The platform's settings for issuing short-lived credentials to hosts with this server's STS.
+    /// The platform's settings for issuing short-lived credentials to hosts with this server's STS, or without an STS for
+    /// sharing its own.
     pub fn sts_env(&self) -> Vec<(String, String)> {
+        if self.upstream.as_ref().is_some_and(|upstream| !upstream.server.has_sts()) {
+            return vec![("STORE_HOST_CREDENTIALS".to_owned(), "static".to_owned())];
+        }
         let pairs = [("STORE_HOST_CREDENTIALS", "sts"), ("STS_ROLE_ARN", ROLE_ARN)];
         let pairs = pairs.map(|(name, value)| (name.to_owned(), value.to_owned()));
         pairs.into_iter().chain([("STS_ENDPOINT".to_owned(), self.endpoint())]).collect()
@@ -164,11 +188,28 @@ impl S3Server {
 
     /// Creates a bucket; does nothing if it exists.
     pub fn create_bucket(&self, name: &str) {
-        self.store.create_bucket(name);
+        self.try_create_bucket(name).expect("the bucket was not created");
+    }
+
+    /// Like [`Self::create_bucket`].
+    ///
+    /// # Errors
+    /// Fails if a third-party server keeps refusing.
+    pub fn try_create_bucket(&self, name: &str) -> Result<()> {
+        match &self.upstream {
+            None => {
+                self.store.create_bucket(name);
+                Ok(())
+            }
+            Some(upstream) => upstream.create_bucket(name),
+        }
     }
 
     /// Objects whose keys start with `prefix`, sorted; empty if the bucket does not exist.
     pub fn objects(&self, bucket: &str, prefix: &str) -> Vec<ObjectInfo> {
+        if let Some(upstream) = &self.upstream {
+            return upstream.objects(bucket, prefix).expect("list the third-party store");
+        }
         let list = |bucket: &mut store::Bucket| Ok(bucket.list(prefix, None, None, usize::MAX).objects);
         let objects = self.store.with(bucket, list).unwrap_or_default().into_iter();
         let info = |(key, object): (String, Arc<Object>)| ObjectInfo {
@@ -182,6 +223,9 @@ impl S3Server {
 
     /// Returns an object's content.
     pub fn read(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
+        if let Some(upstream) = &self.upstream {
+            return upstream.read(bucket, key);
+        }
         let object = self.store.with(bucket, |bucket| Ok(bucket.get(key))).ok()??;
         object.body.read().ok()
     }
@@ -189,6 +233,9 @@ impl S3Server {
     /// Writes an object unconditionally, and creates the bucket if necessary.
     pub fn write(&self, bucket: &str, key: &str, content: impl Into<Bytes>) {
         let content = content.into();
+        if let Some(upstream) = &self.upstream {
+            return upstream.write(bucket, key, content);
+        }
         let digest = ring::digest::digest(&ring::digest::SHA256, &content);
         let sha256 = digest.as_ref().try_into().expect("SHA-256 has 32 bytes");
         let object = Object::simple(Arc::new(Blob::in_memory(content)), &sha256, Attributes::default());
@@ -199,11 +246,17 @@ impl S3Server {
 
     /// Deletes an object; returns whether it existed.
     pub fn remove(&self, bucket: &str, key: &str) -> bool {
+        if let Some(upstream) = &self.upstream {
+            return upstream.remove(bucket, key);
+        }
         self.store.with(bucket, |bucket| bucket.remove(key, &WriteCondition::default())).unwrap_or(false)
     }
 
     /// Keys of multipart uploads that were neither completed nor aborted.
     pub fn uploads(&self, bucket: &str) -> Vec<String> {
+        if let Some(upstream) = &self.upstream {
+            return upstream.uploads(bucket).expect("list the uploads of the third-party store");
+        }
         let keys = |bucket: &mut store::Bucket| {
             Ok(bucket.uploads.values().map(|upload| upload.key.clone()).collect())
         };

@@ -19,6 +19,7 @@ use tokio::net::TcpStream;
 
 use super::fault::{Fault, Faults};
 use super::service::StaleRead;
+use super::upstream::Upstream;
 
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 const LOG_CAPACITY: usize = 100_000;
@@ -36,8 +37,14 @@ pub struct RequestRecord {
     pub status: Option<u16>,
 }
 
+/// What executes the requests.
+pub(super) enum Backend {
+    Own(S3Service),
+    Upstream(Arc<Upstream>),
+}
+
 pub(super) struct HttpLayer {
-    pub(super) service: S3Service,
+    pub(super) backend: Backend,
     pub(super) faults: Faults,
     pub(super) log: Mutex<Vec<RequestRecord>>,
 }
@@ -85,7 +92,10 @@ impl HttpLayer {
         let body = SharedBody(Arc::new(Mutex::new(body)));
         let rest = BodyStream::new(body.clone());
         let request = Request::from_parts(parts, s3s::Body::http_body(body));
-        let response = self.service.call(request).await?;
+        let response = match &self.backend {
+            Backend::Own(service) => service.call(request).await?,
+            Backend::Upstream(upstream) => upstream.forward(request).await?,
+        };
         if response.status().is_client_error() {
             // Closing a connection with unread data can lose the response.
             let drained = rest.take_while(|frame| ready(frame.is_ok())).for_each(|_| ready(()));

@@ -34,12 +34,15 @@ pub use self::stack::{
 };
 pub use self::web::WebClient;
 use crate::child;
+use crate::stores::StoreKind;
 
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The binary to run.
     pub svc: PathBuf,
     pub breakage: Option<Breakage>,
+    /// The object store.
+    pub store: StoreKind,
     /// Keep disks and logs even after success.
     pub keep: bool,
     /// Path of `report.json`.
@@ -114,8 +117,13 @@ async fn run_all(
     dir: &Path,
     inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<(), StepFailed> {
-    let mut stack =
-        report.step("stack", Stack::start_with(&options.svc, dir, RouterTransport::Tls, extra_env)).await?;
+    let start = async {
+        let store = options.store.start(dir, BUCKET).await?;
+        let (transport, backend) = (RouterTransport::Tls, HostBackend::Processes);
+        let started = Stack::start_with_store(&options.svc, dir, transport, backend, store, extra_env).await;
+        started.map(|(stack, summary)| (stack, format!("{summary}, store {}", options.store.name())))
+    };
+    let mut stack = report.step("stack", start).await?;
     let result = run_steps(report, options.breakage, &mut stack, inspect).await;
     if result.is_err() {
         stack.print_logs();

@@ -18,6 +18,7 @@ use crate::net;
 use crate::pg::{PgBinaries, PgOptions, PgServer};
 use crate::provider::{HostSettings, MachineSettings, Simulator, SimulatorOptions};
 use crate::s3::S3Server;
+use crate::stores::StoreKind;
 use crate::vm::HOST_FROM_GUEST;
 
 pub const USER: &str = "user_story";
@@ -116,14 +117,25 @@ impl Stack {
         backend: HostBackend,
         extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
+        let store = StoreKind::Own.start(dir, BUCKET).await?;
+        Self::start_with_store(svc, dir, transport, backend, store, extra_env).await
+    }
+
+    /// Like [`Self::start_on`], with another object store.
+    pub async fn start_with_store(
+        svc: &Path,
+        dir: &Path,
+        transport: RouterTransport,
+        backend: HostBackend,
+        store: S3Server,
+        extra_env: &[(&str, &str)],
+    ) -> Result<(Self, String)> {
         let extra_env = extra_env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         // The provider is installed once per process; a second story finds it installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let pg = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&target_dir())).await??;
         let database = PgServer::start(&pg, PgOptions::default()).await?;
         database.create_database("platform").await?;
-        let store = S3Server::start(dir)?;
-        store.create_bucket(BUCKET);
         let idp = Idp::start()?;
         let machines = matches!(backend, HostBackend::Machines(_));
         let servers = match backend {

@@ -1,0 +1,146 @@
+//! What a host's session can reach in the store, tried with a session of an unused slot.
+
+use futures_util::FutureExt;
+use svc_base::chain::chain;
+use svc_machine::name::Slot;
+use svc_store::bucket::{Bucket, Condition, StoreError};
+use svc_store::capabilities::{self, Capability, Need, Probed, RaceLimits, Support};
+use svc_store::config::{S3Config, StoreConfig};
+use svc_store::credentials::TemporaryCredentials;
+use svc_store::key::SlotPrefix;
+
+use crate::host_store::{HostCredentials, HostStore};
+use object_store::ObjectStoreExt;
+
+pub const SESSIONS: Capability = Capability {
+    name: "STS gives sessions with a policy (`AssumeRole`)",
+    need: Need::Wanted,
+    without: "Hosts need `STORE_HOST_CREDENTIALS=static`: each of them can read, overwrite and delete every slot.",
+};
+pub const SESSION_KEYS: Capability = Capability {
+    name: "a session reaches only what its policy allows",
+    need: Need::Required,
+    without: "A host's session reaches every slot.",
+};
+pub const SESSION_WRITE_ONCE: Capability = Capability {
+    name: "a session's policy can forbid overwriting (`s3:if-none-match`)",
+    need: Need::Wanted,
+    without: "`STORE_WRITE_ONCE` must be off: stolen credentials of a host can overwrite its slot's snapshots.",
+};
+
+/// Tries all capabilities of a store, those of hosts' sessions included, for a table of stores.
+pub async fn probe_store(
+    store: &StoreConfig,
+    credentials: &HostCredentials,
+    races: RaceLimits,
+) -> Vec<Probed> {
+    let mut found = capabilities::probe_all(store, races).await;
+    let session = match HostStore::new(store, credentials) {
+        Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| chain(&error))),
+        Err(error) => Some(Err(format!("{error:#}"))),
+    };
+    let (sessions, keys, once) = match session {
+        Some(Ok(session)) => {
+            let as_host = SessionStores::new(store, session);
+            (Support::Yes, as_host.try_other_slot().await, as_host.try_write_once().await)
+        }
+        Some(Err(why)) => {
+            let unknown = || Support::Unknown("there is no session".to_owned());
+            (Support::No(why), unknown(), unknown())
+        }
+        None => {
+            let unknown = || Support::Unknown("no STS is configured".to_owned());
+            (unknown(), unknown(), unknown())
+        }
+    };
+    for (capability, support) in [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, once)] {
+        found.push(Probed::new(capability, support));
+    }
+    found
+}
+
+/// The store with the platform's credentials, and with those of a session.
+pub(super) struct SessionStores {
+    of_platform: StoreConfig,
+    of_host: Option<S3Config>,
+}
+
+impl SessionStores {
+    pub(super) fn new(store: &StoreConfig, session: TemporaryCredentials) -> Self {
+        let of_host = match store {
+            StoreConfig::S3(s3) => Some(S3Config {
+                access_key: session.access_key,
+                secret_key: session.secret_key,
+                session_token: session.session_token,
+                expires_at: Some(session.expires_at),
+                ..s3.clone()
+            }),
+            StoreConfig::Directory(_) => None,
+        };
+        Self { of_platform: store.clone(), of_host }
+    }
+
+    fn open(&self) -> Result<(Bucket, Bucket), Support> {
+        let unknown = |error: anyhow::Error| Support::Unknown(format!("{error:#}"));
+        let Some(of_host) = &self.of_host else {
+            return Err(Support::Unknown("a directory has no sessions".to_owned()));
+        };
+        let host = StoreConfig::S3(of_host.clone()).open().map_err(unknown)?;
+        Ok((self.of_platform.open().map_err(unknown)?, host))
+    }
+
+    /// Whether the session can use its own slot, and can neither write nor read another one.
+    pub(super) async fn try_other_slot(&self) -> Support {
+        let (platform, host) = match self.open() {
+            Ok(stores) => stores,
+            Err(unknown) => return unknown,
+        };
+        let name = || format!("{}.json", uuid::Uuid::new_v4());
+        let own = HostStore::probe_slot().root().clone().join(name());
+        let other = other_slot().root().clone().join(name());
+        let tried = async {
+            host.put(&own, &b"own"[..]).await?;
+            let written = host.put(&other, &b"of another slot"[..]).await;
+            if !matches!(written, Err(StoreError::Denied { .. })) {
+                return written.map(|()| Support::No("it wrote an object there".to_owned()));
+            }
+            platform.put(&other, &b"of another slot"[..]).await?;
+            match host.get(&other, 1024).await {
+                Err(StoreError::Denied { .. }) => Ok(Support::Yes),
+                Ok(_) => Ok(Support::No("it read an object there".to_owned())),
+                Err(error) => Err(error),
+            }
+        };
+        let end = tried.boxed().await;
+        for key in [&own, &other] {
+            // Only the platform's own credentials can delete.
+            platform.raw().delete(key).await.ok();
+        }
+        end.unwrap_or_else(|error| Support::Unknown(chain(&error)))
+    }
+
+    /// Whether the session can write a snapshot, and cannot overwrite it.
+    pub(super) async fn try_write_once(&self) -> Support {
+        let (platform, host) = match self.open() {
+            Ok(stores) => stores,
+            Err(unknown) => return unknown,
+        };
+        let key = HostStore::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
+        let first = host.put_if(&key, &b"probe"[..], Condition::Absent).await;
+        let second = host.put(&key, &b"overwritten"[..]).await;
+        platform.raw().delete(&key).await.ok();
+        match (first, second) {
+            (Ok(()), Err(StoreError::Denied { .. })) => Support::Yes,
+            (Ok(()), Ok(())) => Support::No("a host's credentials still overwrite a snapshot".to_owned()),
+            (Ok(()), Err(error)) => Support::Unknown(chain(&error)),
+            (Err(error), _) => {
+                Support::No(format!("a host's credentials cannot write a snapshot: {}", chain(&error)))
+            }
+        }
+    }
+}
+
+/// A slot that no user has, other than that of the session.
+fn other_slot() -> SlotPrefix {
+    SlotPrefix::new(&"svc-doctor-other".parse().expect("a user's id"), &Slot::primary())
+}

@@ -1,0 +1,128 @@
+//! Probes of single objects: conditions, reads, lists and ranges.
+
+use std::ops::Range;
+
+use futures_util::TryStreamExt;
+use object_store::path::Path;
+use object_store::{GetOptions, GetRange, ObjectStoreExt};
+use serde_json::{Value, json};
+
+use super::{Tried, delete, temporary_key};
+use crate::bucket::{Bucket, Condition, StoreError};
+
+/// Repetitions of a probe that a store passes by chance if its replicas differ only sometimes.
+const REPEATS: usize = 8;
+
+fn was_refused(end: Result<(), StoreError>) -> Result<bool, StoreError> {
+    match end {
+        Err(StoreError::Precondition { .. }) => Ok(true),
+        Ok(()) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+pub(super) async fn create_once(bucket: &Bucket) -> Tried {
+    let key = temporary_key("created.json");
+    let tried = async {
+        bucket.put_json_if(&key, &json!({"n": 1}), Condition::Absent).await?;
+        let refused = was_refused(bucket.put_json_if(&key, &json!({"n": 2}), Condition::Absent).await)?;
+        Ok((!refused).then(|| "it replaced an existing object".to_owned()))
+    };
+    let end = tried.await;
+    delete(bucket, &key).await;
+    end
+}
+
+pub(super) async fn replace_read_version(bucket: &Bucket) -> Tried {
+    let key = temporary_key("replaced.json");
+    let tried = async {
+        bucket.put_json(&key, &json!({"n": 1})).await?;
+        let Some(read) = bucket.get_json::<Value>(&key).await? else {
+            return Ok(Some("an object was missing right after its put".to_owned()));
+        };
+        let stale = read.version.clone();
+        bucket.put_json_if(&key, &json!({"n": 2}), Condition::Unchanged(read.version)).await?;
+        let refused =
+            was_refused(bucket.put_json_if(&key, &json!({"n": 3}), Condition::Unchanged(stale)).await)?;
+        Ok((!refused).then(|| "a stale version replaced a newer one".to_owned()))
+    };
+    let end = tried.await;
+    delete(bucket, &key).await;
+    end
+}
+
+pub(super) async fn current_reads(bucket: &Bucket) -> Tried {
+    let key = temporary_key("read.json");
+    let tried = async {
+        for n in 0..REPEATS {
+            bucket.put_json(&key, &json!({"n": n})).await?;
+            let read = bucket.get_json::<Value>(&key).await?.map(|read| read.value["n"].clone());
+            if read != Some(n.into()) {
+                return Ok(Some("it returned an older version, or none".to_owned()));
+            }
+        }
+        bucket.raw().delete(&key).await.map_err(|error| StoreError::of(&key, error))?;
+        Ok(bucket.head(&key).await?.map(|_| "it returned a deleted object".to_owned()))
+    };
+    let end = tried.await;
+    delete(bucket, &key).await;
+    end
+}
+
+pub(super) async fn current_lists(bucket: &Bucket) -> Tried {
+    let folder = temporary_key("listed");
+    let keys: Vec<Path> = (0..REPEATS).map(|n| folder.clone().join(format!("{n}.json"))).collect();
+    let listed = async || {
+        let found: Result<Vec<_>, _> =
+            bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await;
+        found.map_err(|error| StoreError::of(&folder, error))
+    };
+    let tried = async {
+        for (n, key) in keys.iter().enumerate() {
+            bucket.put_json(key, &json!({})).await?;
+            if listed().await? != keys[..=n] {
+                return Ok(Some("a new object was missing, or the order was wrong".to_owned()));
+            }
+        }
+        for (n, key) in keys.iter().enumerate() {
+            bucket.raw().delete(key).await.map_err(|error| StoreError::of(key, error))?;
+            if listed().await? != keys[n + 1..] {
+                return Ok(Some("a deleted object was listed".to_owned()));
+            }
+        }
+        Ok(None)
+    };
+    let end = tried.await;
+    for key in &keys {
+        delete(bucket, key).await;
+    }
+    end
+}
+
+pub(super) async fn ranges(bucket: &Bucket) -> Tried {
+    const WANTED: Range<u64> = 2..6;
+    let key = temporary_key("range");
+    let read = async |version: Option<String>| {
+        let range = Some(GetRange::Bounded(WANTED));
+        let got =
+            bucket.raw().get_opts(&key, GetOptions { range, if_match: version, ..GetOptions::default() });
+        let got = got.await.map_err(|error| StoreError::of(&key, error))?;
+        got.bytes().await.map_err(|error| StoreError::of(&key, error))
+    };
+    let tried = async {
+        bucket.put(&key, &b"0123456789"[..]).await?;
+        let first = bucket.head(&key).await?.and_then(|meta| meta.e_tag);
+        if read(first.clone()).await? != b"2345"[..] {
+            return Ok(Some("it returned other bytes".to_owned()));
+        }
+        bucket.put(&key, &b"abcdefghij"[..]).await?;
+        match read(first).await {
+            Err(StoreError::Precondition { .. }) => Ok(None),
+            Ok(_) => Ok(Some("it returned bytes of another version".to_owned())),
+            Err(error) => Err(error),
+        }
+    };
+    let end = tried.await;
+    delete(bucket, &key).await;
+    end
+}

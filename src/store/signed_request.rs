@@ -1,0 +1,72 @@
+//! Single signed requests to a bucket, for what the client of object_store does not send.
+
+use http::{HeaderName, HeaderValue, Method, StatusCode};
+use object_store::aws::AwsAuthorizer;
+use object_store::client::{HttpClient, HttpRequest};
+use svc_http::client::{self, Deadlines};
+
+use super::config::S3Config;
+
+/// The reason why there is no response.
+#[derive(Debug, thiserror::Error)]
+pub enum RequestError {
+    #[error("the bucket's URL is invalid")]
+    Url,
+    #[error("the request could not be signed")]
+    Sign(#[source] object_store::Error),
+    #[error("the store did not respond: {0}")]
+    Silent(String),
+}
+
+/// A response of the store.
+#[derive(Debug)]
+pub(super) struct StoreResponse {
+    pub(super) status: StatusCode,
+    pub(super) text: String,
+}
+
+/// Sends signed requests with the credentials of the settings.
+pub(super) struct SignedClient<'a> {
+    wire: HttpClient,
+    s3: &'a S3Config,
+}
+
+impl<'a> SignedClient<'a> {
+    pub(super) fn new(s3: &'a S3Config) -> Result<Self, RequestError> {
+        let client =
+            client::build(Deadlines::CALL).map_err(|error| RequestError::Silent(error.to_string()))?;
+        Ok(Self { wire: HttpClient::new(client), s3 })
+    }
+
+    /// `target` is an object's key with an optional query, or only a query.
+    pub(super) async fn send(
+        &self,
+        method: Method,
+        target: &str,
+        headers: &[(&'static str, &str)],
+        body: &'static [u8],
+    ) -> Result<StoreResponse, RequestError> {
+        let base = match &self.s3.endpoint {
+            Some(endpoint) => format!("{}/{}", endpoint.trim_end_matches('/'), self.s3.bucket),
+            None => format!("https://{}.s3.{}.amazonaws.com", self.s3.bucket, self.s3.region),
+        };
+        let slash = if target.starts_with('?') && self.s3.endpoint.is_some() { "" } else { "/" };
+        let mut request = HttpRequest::new(bytes::Bytes::from_static(body).into());
+        *request.method_mut() = method;
+        *request.uri_mut() = format!("{base}{slash}{target}").parse().map_err(|_| RequestError::Url)?;
+        for (name, value) in headers {
+            let value = HeaderValue::from_str(value).map_err(|_| RequestError::Url)?;
+            request.headers_mut().insert(HeaderName::from_static(name), value);
+        }
+        let credential = self.s3.credential();
+        AwsAuthorizer::new(&credential, "s3", &self.s3.region)
+            .try_authorize(&mut request, None)
+            .map_err(RequestError::Sign)?;
+        let silent =
+            |error: object_store::client::HttpError| RequestError::Silent(svc_http::problem::chain(&error));
+        let response = self.wire.execute(request).await.map_err(silent)?;
+        let status = response.status();
+        let body = response.into_body().bytes().await.map_err(silent)?;
+        Ok(StoreResponse { status, text: String::from_utf8_lossy(&body).into_owned() })
+    }
+}

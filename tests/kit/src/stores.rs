@@ -1,0 +1,60 @@
+//! The object stores that tests and demo can run on.
+
+use std::path::Path;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+
+use crate::moto::Moto;
+use crate::s3::{S3Server, ThirdParty};
+use crate::seaweed::Seaweed;
+
+/// An object store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum StoreKind {
+    /// The kit's own server.
+    #[default]
+    Own,
+    Moto,
+    Seaweedfs,
+}
+
+impl StoreKind {
+    pub const ALL: [Self; 3] = [Self::Own, Self::Moto, Self::Seaweedfs];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Own => "own",
+            Self::Moto => "moto",
+            Self::Seaweedfs => "seaweedfs",
+        }
+    }
+
+    /// Starts the store with an empty bucket. Faults and the log of requests work with each of them.
+    ///
+    /// # Errors
+    /// Fails if a third-party server cannot be fetched or does not start.
+    pub async fn start(self, dir: &Path, bucket: &str) -> Result<S3Server> {
+        let (dir, bucket) = (dir.to_owned(), bucket.to_owned());
+        let start = move || {
+            let store = match self {
+                Self::Own => S3Server::start(&dir)?,
+                Self::Moto => S3Server::in_front_of(ThirdParty::Moto(Moto::start()?), &dir)?,
+                Self::Seaweedfs => S3Server::in_front_of(ThirdParty::Seaweed(Seaweed::start()?), &dir)?,
+            };
+            store.try_create_bucket(&bucket)?;
+            Ok(store)
+        };
+        let started: Result<S3Server> = crate::runtime::servers().spawn_blocking(start).await?;
+        started.with_context(|| format!("start the store {}", self.name()))
+    }
+}
+
+impl FromStr for StoreKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|kind| kind.name() == text);
+        found.ok_or_else(|| "must be own, moto or seaweedfs".to_owned())
+    }
+}

@@ -1,0 +1,48 @@
+//! What `svcctl doctor platform` says about a store that cannot do everything: the finding names what does not work.
+
+use std::path::Path;
+
+use anyhow::Result;
+use kit::stores::StoreKind;
+use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
+
+use crate::ctl::doctor::{Report, report};
+
+/// The findings about a whole platform on this store.
+async fn diagnose(kind: StoreKind) -> Result<Report> {
+    let (svc, dir) = (Path::new(env!("CARGO_BIN_EXE_svc")), tempfile::tempdir_in("/tmp")?);
+    let store = kind.start(dir.path(), BUCKET).await?;
+    let (transport, backend) = (RouterTransport::Tls, HostBackend::Processes);
+    let (stack, _) = Stack::start_with_store(svc, dir.path(), transport, backend, store, &[]).await?;
+    let found = report(svc, &["doctor", "platform"], stack.platform_env()).await;
+    let remaining = stack.store.objects(BUCKET, "system-doctor/");
+    assert!(remaining.is_empty(), "probe objects remain: {remaining:?}");
+    let remaining = stack.store.objects(BUCKET, "svc-doctor");
+    assert!(remaining.is_empty(), "objects of the session remain: {remaining:?}");
+    stack.stop().await;
+    Ok(found)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn doctor_names_what_does_not_work_on_moto() -> Result<()> {
+    let found = diagnose(StoreKind::Moto).await?;
+    found.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
+    found.expect("store", "warning", "Everyone who reaches the endpoint can read and delete every snapshot.");
+    found.expect("store", "warning", "A snapshot that was damaged on its way is stored");
+    assert_eq!(found.levels("store"), ["warning", "warning"], "{}", found.text);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn doctor_names_what_does_not_work_on_seaweedfs() -> Result<()> {
+    if let Err(error) = tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
+    {
+        kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));
+        return Ok(());
+    }
+    let found = diagnose(StoreKind::Seaweedfs).await?;
+    found.expect("host-credentials", "warning", "STORE_HOST_CREDENTIALS=static");
+    found.expect("store", "warning", "Everyone who reaches the endpoint can read and delete every snapshot.");
+    found.expect("store-protection", "warning", "no versioning");
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! The same cases on each object store: the kit's own, moto and SeaweedFS. What a store cannot do is declared in
+//! [`DEVIATIONS`], and a store that deviates otherwise, or no longer, fails the test.
+
+mod cases;
+mod doctor;
+mod measured;
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kit::s3::S3Server;
+use kit::stores::StoreKind;
+use svc::config::Env;
+use svc::store::Bucket;
+use svc::store::capabilities::Support;
+use svc::store::config::{S3Config, StoreConfig};
+
+const BUCKET: &str = "svc-test";
+const CASE_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// A store, the case, and a part of what the store does instead.
+const DEVIATIONS: [(StoreKind, &str, &str); 5] = [
+    (StoreKind::Moto, "session_reaches_only_its_slot", "it wrote an object of another slot"),
+    (StoreKind::Moto, "damaged_body_is_refused", "it stored the object"),
+    (StoreKind::Moto, "wrong_secret_is_refused", "it stored an object"),
+    // It runs without an identity configuration, and so without STS.
+    (StoreKind::Seaweedfs, "session_reaches_only_its_slot", "STS refused AssumeRole"),
+    (StoreKind::Seaweedfs, "wrong_secret_is_refused", "it stored an object"),
+];
+
+/// A store with an empty bucket.
+struct Stage {
+    server: S3Server,
+    s3: S3Config,
+    bucket: Bucket,
+    _dir: tempfile::TempDir,
+}
+
+impl Stage {
+    /// `None`, with a message, if SeaweedFS cannot be fetched on this machine.
+    async fn start(kind: StoreKind) -> Result<Option<Self>> {
+        svc::http::tls::install_provider();
+        if kind == StoreKind::Seaweedfs {
+            let fetched = || kit::seaweed::fetch(&kit::fetch::target_dir());
+            if let Err(error) = tokio::task::spawn_blocking(fetched).await? {
+                kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));
+                return Ok(None);
+            }
+        }
+        let dir = tempfile::tempdir()?;
+        let server = kind.start(dir.path(), BUCKET).await?;
+        let pairs = server.env(BUCKET);
+        let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
+        let config = StoreConfig::read(&mut env);
+        let StoreConfig::S3(s3) = env.finish(config)? else { anyhow::bail!("a server is no directory") };
+        let bucket = StoreConfig::S3(s3.clone()).open()?;
+        Ok(Some(Self { server, s3, bucket, _dir: dir }))
+    }
+}
+
+/// Runs a case on a store, and compares the result with the declared deviations.
+async fn check(kind: StoreKind, name: &str, case: impl AsyncFn(&Stage) -> Result<Support>) -> Result<()> {
+    let Some(stage) = Stage::start(kind).await? else { return Ok(()) };
+    let end = tokio::time::timeout(CASE_TIMEOUT, case(&stage)).await.context("the case timed out")?;
+    let end = end.with_context(|| format!("{name} on {}", kind.name()))?;
+    let declared = DEVIATIONS.iter().find(|(store, case, _)| (*store, *case) == (kind, name));
+    match (end, declared) {
+        (Support::Yes, None) => Ok(()),
+        (Support::Yes, Some((.., instead))) => {
+            anyhow::bail!("{} no longer deviates: remove {instead:?} from the list", kind.name())
+        }
+        (Support::No(instead), Some((.., expected))) => {
+            ensure!(instead.contains(expected), "{instead:?} instead of {expected:?}");
+            Ok(())
+        }
+        (end, _) => anyhow::bail!("{name} on {}: {end:?}", kind.name()),
+    }
+}
+
+macro_rules! cases_on {
+    ($store:ident, $kind:expr, [$($case:ident),* $(,)?]) => {
+        mod $store {
+            use anyhow::Result;
+            use kit::stores::StoreKind;
+
+            $(
+                #[tokio::test(flavor = "multi_thread")]
+                async fn $case() -> Result<()> {
+                    super::check($kind, stringify!($case), super::cases::$case).await
+                }
+            )*
+        }
+    };
+}
+
+macro_rules! cases_on_each_store {
+    ($cases:tt) => {
+        cases_on!(own, StoreKind::Own, $cases);
+        cases_on!(moto, StoreKind::Moto, $cases);
+        cases_on!(seaweedfs, StoreKind::Seaweedfs, $cases);
+    };
+}
+
+cases_on_each_store!([
+    conditional_puts_have_one_winner,
+    pointer_follows_backups_and_fences,
+    pointer_moves_once_although_replies_are_lost,
+    missing_pointer_beside_snapshots_is_damage,
+    large_upload_is_stored_as_sent,
+    aborted_upload_leaves_nothing,
+    upload_of_killed_process_can_be_aborted,
+    upload_creates_a_snapshot_only_once,
+    interrupted_download_resumes_on_the_same_version,
+    outage_is_never_an_absence,
+    list_of_many_keys_is_complete_and_sorted,
+    reads_and_lists_are_current,
+    session_reaches_only_its_slot,
+    damaged_body_is_refused,
+    wrong_secret_is_refused,
+]);
