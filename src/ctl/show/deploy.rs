@@ -7,6 +7,7 @@ use svc_base::untrusted_text::one_line;
 use svc_wire::rollout::{
     Rollout, RolloutFinding, RolloutList, RolloutMachine, RolloutSummary, RolloutTotals,
 };
+use svc_wire::text::Text;
 
 fn totals_line(totals: &RolloutTotals) -> String {
     let RolloutTotals { waiting, asked, updated, failed, skipped } = totals;
@@ -30,7 +31,7 @@ fn state_cell(rollout: &RolloutSummary) -> Cell {
 fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     let Some(last) = &rollout.verification else { return Cell::from("") };
     let (word, colour) = if last.passed { ("passed", Colour::Good) } else { ("failed", Colour::Bad) };
-    let handles: Vec<_> = last.handles.iter().map(|handle| handle.as_str()).collect();
+    let handles: Vec<_> = last.handles.iter().map(Text::as_str).collect();
     Cell::painted(Some(colour), format!("{word} {} on {}", ago(view.now, &last.at), handles.join(", ")))
 }
 
