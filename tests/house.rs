@@ -64,6 +64,11 @@ fn no_source_file_exceeds_line_limit() {
 }
 
 #[test]
+fn migrations_are_numbered_without_gap() {
+    assert_none(&rules::misnumbered_migrations(&files()));
+}
+
+#[test]
 fn no_file_names_a_build_machine_path() {
     assert_none(&files().iter().flat_map(rules::build_machine_paths).collect::<Vec<_>>());
 }

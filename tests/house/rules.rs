@@ -56,6 +56,20 @@ pub fn too_long(file: &File) -> Option<String> {
         .then(|| at(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
 }
 
+/// Migrations `V<number>__name.sql` whose numbers are not 1, 2, 3 and so on: two branches may have used the same.
+pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
+    let number = |file: &File| -> Option<u32> {
+        file.path.strip_prefix("migrations/V")?.split_once("__")?.0.parse().ok()
+    };
+    let mut numbered: Vec<_> = files.iter().filter_map(|file| Some((number(file)?, &file.path))).collect();
+    numbered.sort_unstable();
+    let expected = numbered.iter().zip(1..);
+    let wrong = expected.filter(|((number, _), expected)| number != expected);
+    wrong
+        .map(|((_, path), expected)| at(path, 1, format!("the migration's number must be {expected}")))
+        .collect()
+}
+
 /// Absolute paths below a home directory, except the product's own, or below a build directory.
 pub fn build_machine_paths(file: &File) -> Vec<String> {
     let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
@@ -166,6 +180,18 @@ mod tests {
         assert_eq!(lines(&[parent, File::sample("src/a/b_tests.rs", bad)]), 0);
         let parent = File::sample("src/a/mod.rs", "mod model;");
         assert_eq!(lines(&[parent, File::sample("src/a/model.rs", bad)]), 1);
+    }
+
+    #[test]
+    fn repeated_and_skipped_migration_numbers_are_detected() {
+        let found = |names: &[&str]| {
+            let files: Vec<_> =
+                names.iter().map(|name| File::sample(&format!("migrations/{name}.sql"), "")).collect();
+            misnumbered_migrations(&files).len()
+        };
+        assert_eq!(found(&["V1__a", "V2__b", "V10__c"]), 1);
+        assert_eq!(found(&["V1__a", "V2__b", "V2__c"]), 1);
+        assert_eq!(found(&["V2__b", "V1__a", "V3__c"]), 0);
     }
 
     #[test]
