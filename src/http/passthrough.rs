@@ -3,14 +3,15 @@
 //! A public CA resolves a machine's name to the router, and the machine must respond with its own certificate. Only the
 //! ClientHello is inspected, and nothing of it is consumed: every other connection is served as if it had not been.
 
-use std::net::SocketAddr;
-use std::time::Duration;
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
 
 use rustls::server::Acceptor;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
+use super::addresses;
 use super::certificate::ACME_ALPN;
 use super::rate::RateLimit;
 
@@ -21,13 +22,17 @@ const HANDSHAKE_RECORD: u8 = 22;
 /// Pause until the rest of a ClientHello is looked for: peeking does not wait for more.
 const PEEK_PAUSE: Duration = Duration::from_millis(1);
 const MAX_PEEK_PAUSE: Duration = Duration::from_millis(50);
+/// A validation's ClientHello fits into one or two packets. A slower client is served without being inspected.
+const PEEK_TIMEOUT: Duration = Duration::from_millis(500);
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
-const MAX_FORWARDED_CONNECTIONS: usize = 64;
-/// A CA validates from several networks at once, and again with each attempt of the machine.
+const MAX_FORWARDED_CONNECTIONS: usize = 256;
+const PLACE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Per name and network of the client: another network than the CA's cannot use up what the CA needs. A CA validates again
+/// with each attempt of the machine.
 const VALIDATIONS_PER_NAME: u32 = 20;
 const VALIDATION_INTERVAL: Duration = Duration::from_secs(3);
 
@@ -45,7 +50,7 @@ type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 pub struct Passthrough {
     find: Box<FindMachine>,
     connections: Semaphore,
-    rate: RateLimit<String>,
+    rate: RateLimit<(IpAddr, String)>,
 }
 
 impl Passthrough {
@@ -65,16 +70,19 @@ impl Passthrough {
         Some(Validation { name, machine })
     }
 
-    /// Connects the two sides until one of them closes, within limits of time, size and number.
+    /// Connects the two sides until the machine closes, within limits of time, size and number.
     pub async fn forward(&self, mut client: TcpStream, Validation { name, machine }: Validation) {
-        let Ok(_place) = self.connections.try_acquire() else {
-            tracing::warn!(%name, "validation refused: too many at once");
-            return;
-        };
-        if self.rate.check(&name).is_err() {
-            tracing::warn!(%name, "validation refused: too many of this machine");
+        let Ok(peer) = client.peer_addr() else { return };
+        // Anyone can cause these: they are no warnings.
+        if self.rate.check(&(addresses::network(peer.ip()), name.clone())).is_err() {
+            tracing::debug!(%name, %peer, "validation refused: too many of this machine");
             return;
         }
+        let place = tokio::time::timeout(PLACE_TIMEOUT, self.connections.acquire()).await;
+        let Ok(Ok(_place)) = place else {
+            tracing::debug!(%name, %peer, "validation refused: too many at once");
+            return;
+        };
         let connected = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(machine)).await;
         let mut host = match connected {
             Ok(Ok(host)) => host,
@@ -93,8 +101,15 @@ impl Passthrough {
             let _ = tokio::io::copy(&mut down, &mut client_writer).await;
             let _ = client_writer.shutdown().await;
         };
-        let both = async { tokio::join!(upward, downward) };
-        match tokio::time::timeout(FORWARD_TIMEOUT, both).await {
+        // A client that stays silent must not keep its place once the machine has closed.
+        let until_closed = async {
+            tokio::pin!(downward);
+            tokio::select! {
+                () = upward => downward.await,
+                () = &mut downward => {}
+            }
+        };
+        match tokio::time::timeout(FORWARD_TIMEOUT, until_closed).await {
             Ok(_) => tracing::info!(%name, %machine, "validation passed through"),
             Err(_) => tracing::warn!(%name, %machine, "validation cut off: it took too long"),
         }
@@ -107,7 +122,8 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     stream.readable().await.ok()?;
     let mut hello = vec![0; MAX_HELLO_BYTES];
     let (mut seen, mut pause) = (0, PEEK_PAUSE);
-    loop {
+    let started = Instant::now();
+    while started.elapsed() < PEEK_TIMEOUT {
         let peeked = stream.peek(&mut hello).await.ok()?;
         // Nothing can follow if the client has closed its side.
         if peeked == 0 || *hello.first()? != HANDSHAKE_RECORD {
@@ -130,6 +146,7 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
         seen = peeked;
         tokio::time::sleep(pause).await;
     }
+    None
 }
 
 /// The name of a ClientHello that offers only `acme-tls/1`.

@@ -1,5 +1,5 @@
-//! Which machines have a certificate that a client with public roots accepts, pure: an operator needs this before
-//! `CUSTOMER_VPS_TLS_VERIFY` is switched on, and while it is on.
+//! Pure functions that tell which machines have a certificate that a client with public roots accepts: an operator needs
+//! this before `CUSTOMER_VPS_TLS_VERIFY` is switched on, and while it is on.
 //!
 //! Reads no clock and no database: its input is the fleet's rows.
 
@@ -27,9 +27,12 @@ pub enum CertificateState {
 }
 
 impl CertificateState {
-    pub fn of(certificate: Option<ReportedCertificate>) -> Self {
+    /// Of a machine that is dialed by this name; `None`: by its address.
+    pub fn of(certificate: Option<&ReportedCertificate>, name: Option<&str>) -> Self {
+        let is_of_name = |known: &ReportedCertificate| name.is_none() || known.host_name.as_deref() == name;
         match certificate {
-            Some(known) if known.is_trusted && known.expires_in > 0.0 => {
+            // A changed domain changes the name at once, and the certificate later.
+            Some(known) if known.is_trusted && known.expires_in > 0.0 && is_of_name(known) => {
                 let threshold = EXPIRING_SECONDS.min(known.lifetime * EXPIRING_SHARE);
                 if known.expires_in < threshold { Self::Expiring } else { Self::Trusted }
             }
@@ -38,17 +41,22 @@ impl CertificateState {
     }
 }
 
-/// Whether the machine has booted: a booting one has no certificate yet.
-fn has_booted(row: &FleetRow) -> bool {
-    !matches!(row.status.as_str(), "provisioning" | "recovering")
+fn state_of(row: &FleetRow, trust: &HostTrust) -> CertificateState {
+    let name = trust.domain.as_ref().map(|domain| domain.name_of(row.machine));
+    CertificateState::of(row.certificate.as_ref(), name.as_deref())
+}
+
+/// Whether the machine should have a certificate: a booting one has none yet, and one that is off cannot renew it.
+fn is_expected(row: &FleetRow) -> bool {
+    !matches!(row.status.as_str(), "provisioning" | "recovering" | "failed") && row.powered_off_age.is_none()
 }
 
 /// Why a machine's certificate needs attention.
 pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
-    if !has_booted(row) || row.powered_off_age.is_some() {
+    if !is_expected(row) {
         return None;
     }
-    match CertificateState::of(row.certificate) {
+    match state_of(row, trust) {
         CertificateState::Trusted => None,
         CertificateState::Expiring => Some("certificate_expiring"),
         CertificateState::Missing => {
@@ -63,7 +71,7 @@ pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
 pub fn summary(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
     trust.domain.as_ref()?;
     let of_state = |state: CertificateState| {
-        rows.iter().filter(move |row| has_booted(row) && CertificateState::of(row.certificate) == state)
+        rows.iter().filter(move |row| is_expected(row) && state_of(row, trust) == state)
     };
     let handles = |state: CertificateState| -> Vec<Text<Handle>> {
         of_state(state).take(MAX_HANDLES).map(|row| Text::stored(&row.handle)).collect()
@@ -87,12 +95,26 @@ mod tests {
 
     use super::*;
     use crate::fleet::tests::healthy_row;
+    use crate::host_domain::HostDomain;
 
     const DAY: f64 = 86_400.0;
 
     fn state(is_trusted: bool, expires_in_days: f64, lifetime_days: f64) -> CertificateState {
         let (expires_in, lifetime) = (expires_in_days * DAY, lifetime_days * DAY);
-        CertificateState::of(Some(ReportedCertificate { is_trusted, expires_in, lifetime }))
+        let host_name = Some("a.example.com".to_owned());
+        let known = ReportedCertificate { host_name, is_trusted, expires_in, lifetime };
+        CertificateState::of(Some(&known), Some("a.example.com"))
+    }
+
+    #[test]
+    fn certificate_of_another_name_counts_as_missing() {
+        let host_name = Some("a.example.com".to_owned());
+        let known =
+            ReportedCertificate { host_name, is_trusted: true, expires_in: 60.0 * DAY, lifetime: 90.0 * DAY };
+        let state = |name| CertificateState::of(Some(&known), name);
+        assert_eq!(state(Some("a.example.com")), CertificateState::Trusted);
+        assert_eq!(state(Some("a.example.org")), CertificateState::Missing);
+        assert_eq!(state(None), CertificateState::Trusted);
     }
 
     #[test]
@@ -103,20 +125,24 @@ mod tests {
         assert_eq!(state(true, 0.9, 6.0), CertificateState::Expiring);
         assert_eq!(state(true, -0.1, 90.0), CertificateState::Missing);
         assert_eq!(state(false, 60.0, 90.0), CertificateState::Missing);
-        assert_eq!(CertificateState::of(None), CertificateState::Missing);
+        assert_eq!(CertificateState::of(None, None), CertificateState::Missing);
     }
 
     #[test]
     fn summary_counts_booted_machines_by_certificate() {
+        let domain: HostDomain = "hosts.example.com".parse().unwrap();
+        let name = domain.name_of(healthy_row().machine);
         let known = |expires_in: f64| {
-            Some(ReportedCertificate { is_trusted: true, expires_in, lifetime: 90.0 * DAY })
+            let host_name = Some(name.clone());
+            Some(ReportedCertificate { host_name, is_trusted: true, expires_in, lifetime: 90.0 * DAY })
         };
         let row =
             |handle: &str, certificate| FleetRow { handle: handle.to_owned(), certificate, ..healthy_row() };
         let boots = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
-        let rows = [row("ada", known(60.0 * DAY)), row("bob", known(DAY)), row("cy", None), boots];
+        let off = FleetRow { powered_off_age: Some(60.0), ..row("fay", None) };
+        let rows = [row("ada", known(60.0 * DAY)), row("bob", known(DAY)), row("cy", None), boots, off];
         assert!(summary(&rows, &HostTrust::pin_only()).is_none());
-        let trust = HostTrust { domain: Some("hosts.example.com".parse().unwrap()), chain: None };
+        let trust = HostTrust { domain: Some(domain), chain: None };
         let expected = json!({
             "isRequired": false, "trusted": 1, "expiring": 1, "expiringHandles": ["bob"],
             "missing": 1, "missingHandles": ["cy"], "exempt": 0,

@@ -92,7 +92,7 @@ svc_base::variables! {
         CUSTOMER_VPS_TLS_VERIFY: "flag" = "false";
         /// How long after its registration a machine is reached by its pinned key alone, so that it can get its
         /// first certificate.
-        CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS: "seconds" = "3600";
+        CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS: "seconds" = "86400";
         /// Machines that stay reachable by their pinned key alone.
         CUSTOMER_VPS_TLS_VERIFY_EXCEPT: "machine ids, separated by commas" = unset;
         /// Domain of the hosts' names, `<machine-id>.<HOST_DOMAIN>`.

@@ -175,6 +175,57 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
 }
 
 #[tokio::test]
+async fn another_authority_issues_another_certificate() -> Result<()> {
+    let port = free_port()?;
+    let first = Pebble::start(&Options::validating(port)).await?;
+    let second = Pebble::start(&Options::validating(port)).await?;
+    let roots = tempfile::NamedTempFile::new()?;
+    let both = [first.roots(), second.roots()].map(std::fs::read_to_string);
+    std::fs::write(roots.path(), both.into_iter().collect::<std::io::Result<String>>()?)?;
+    let (machine, name) = machine_at(port, roots.path())?;
+    let write = |machine: &Machine, pebble: &Pebble| {
+        machine.write("var/lib/svc/tls/settings.json", &settings(&name, &pebble.directory_url()).to_string())
+    };
+    write(&machine, &first)?;
+    let host = machine.start()?;
+    until_issued(&host).await?;
+    // Also after a restart, the machine knows which authority issued its certificate.
+    let host = host.restart()?;
+    let of_first = presented(&host, &name, Some(&first.roots())).await?;
+    write(&host.machine, &second)?;
+    let is_of_second = async || Ok(presented(&host, &name, Some(&second.roots())).await.is_ok());
+    host.until("the second authority's certificate is presented", is_of_second).await?;
+    assert_ne!(presented(&host, &name, None).await?, of_first);
+    assert_eq!((second.issued(), &report(&host.machine)["error"]), (1, &Value::Null));
+    assert_eq!(first.issued(), 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn certificate_that_cannot_be_stored_is_presented_and_not_ordered_again() -> Result<()> {
+    let port = free_port()?;
+    let pebble = Pebble::start(&Options::validating(port)).await?;
+    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let delivered = settings(&name, &pebble.directory_url());
+    machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
+    // No file can replace a folder that has content.
+    machine.write("var/lib/svc/tls/chain.pem/in-the-way", "")?;
+    let host = machine.start()?;
+    let seen =
+        until_reported(&host, "the certificate cannot be stored", |seen| seen["error"].is_string()).await?;
+    assert!(seen["error"].as_str().unwrap_or_default().contains("cannot be stored"), "{seen}");
+    presented(&host, &name, Some(&pebble.roots())).await?;
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    std::fs::remove_dir_all(host.machine.path("var/lib/svc/tls/chain.pem"))?;
+    until_reported(&host, "it is stored", |seen| seen["error"].is_null()).await?;
+    let host = host.restart()?;
+    presented(&host, &name, Some(&pebble.roots())).await?;
+    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    Ok(())
+}
+
+#[tokio::test]
 async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let port = free_port()?;
     let options = Options { blocked_domain: Some(DOMAIN.to_owned()), ..Options::validating(port) };

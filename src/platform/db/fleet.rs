@@ -64,8 +64,10 @@ pub struct FleetRow {
 }
 
 /// A certificate as its host last reported it. Times are in seconds; `expires_in` counts from now.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ReportedCertificate {
+    /// The name that it was verified for.
+    pub host_name: Option<String>,
     pub is_trusted: bool,
     pub expires_in: f64,
     pub lifetime: f64,
@@ -73,13 +75,19 @@ pub struct ReportedCertificate {
 
 impl ReportedCertificate {
     /// From the stored report. PostgreSQL would refuse the whole statement for one time that it cannot cast.
-    fn parse(is_trusted: bool, issued_at: Option<&str>, expires_at: Option<&str>, now: f64) -> Option<Self> {
+    fn parse(
+        host_name: Option<String>,
+        is_trusted: bool,
+        issued_at: Option<&str>,
+        expires_at: Option<&str>,
+        now: f64,
+    ) -> Option<Self> {
         let seconds = |text: Option<&str>| {
             let time: Timestamp = text?.parse().ok()?;
             Some(time.as_second() as f64)
         };
         let (issued_at, expires_at) = (seconds(issued_at)?, seconds(expires_at)?);
-        Some(Self { is_trusted, expires_in: expires_at - now, lifetime: expires_at - issued_at })
+        Some(Self { host_name, is_trusted, expires_in: expires_at - now, lifetime: expires_at - issued_at })
     }
 }
 
@@ -103,7 +111,7 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
                coalesce(m.health -> 'disk' = 'null'::jsonb, false), m.health ->> 'code', \
                extract(epoch FROM now() - m.registered_at)::float8, \
                coalesce(m.certificate -> 'isTrusted' = 'true'::jsonb, false), \
-               m.certificate ->> 'issuedAt', m.certificate ->> 'expiresAt', extract(epoch FROM now())::float8 \
+               m.certificate ->> 'issuedAt', m.certificate ->> 'expiresAt', extract(epoch FROM now())::float8, m.certificate ->> 'hostName' \
                FROM user_machines m \
                LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
@@ -145,7 +153,13 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
             is_disk_unknown: row.get(27),
             code: row.get(28),
             registered_age: row.get(29),
-            certificate: ReportedCertificate::parse(row.get(30), row.get(31), row.get(32), row.get(33)),
+            certificate: ReportedCertificate::parse(
+                row.get(34),
+                row.get(30),
+                row.get(31),
+                row.get(32),
+                row.get(33),
+            ),
         })
         .collect())
 }

@@ -338,7 +338,7 @@ pub struct Heartbeat<'a> {
     pub proof_kids: &'a [String],
     /// `None` keeps the last reported value.
     pub trusted_keys: Option<&'a TrustedKeyIds>,
-    /// `None` keeps the last reported value.
+    /// `None`: its release reports none.
     pub certificate: Option<Value>,
 }
 
@@ -356,7 +356,7 @@ pub async fn record_heartbeat(
                  CASE WHEN $5::timestamptz <= latest THEN $5 END), backup_taken_at), \
                last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9, \
                bundle_keys_sequence = coalesce($10, bundle_keys_sequence), bundle_key_ids = coalesce($11, bundle_key_ids), \
-               certificate = coalesce($12, certificate) \
+               certificate = $12 \
                FROM bound WHERE machine_id = $1 RETURNING coalesce($5 > latest, false)";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[

@@ -10,6 +10,7 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use bytes::Bytes;
 use http::Request;
+use http::header::RETRY_AFTER;
 use http_body_util::{BodyExt, Collected};
 use instant_acme::{
     Account, AccountCredentials, AuthorizationStatus, BodyWrapper, BytesResponse, ChallengeType, Error,
@@ -34,6 +35,8 @@ const MAX_RESPONSE_BYTES: usize = 256 << 10;
 /// Timeout of a whole request for a certificate.
 const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
 const POLLS: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
+/// Longer than any request for a certificate.
+const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
 const NO_ACCOUNT: &str = "urn:ietf:params:acme:error:accountDoesNotExist";
 
 /// A request for a certificate.
@@ -61,7 +64,7 @@ impl CertificateRequest<'_> {
         let account = self.open_account().await?;
         let placed = match account.new_order(&order).await {
             Err(Error::Api(problem)) if problem.r#type.as_deref() == Some(NO_ACCOUNT) => {
-                // The authority has lost or deactivated it.
+                // The authority has lost it.
                 fsx::remove_if_exists(&self.layout.acme_account())?;
                 self.open_account().await?.new_order(&order).await
             }
@@ -218,6 +221,11 @@ async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> 
     let (mut head, ()) = http::Response::new(()).into_parts();
     head.status = response.status();
     head.headers = std::mem::take(response.headers_mut());
+    // The library adds it to the present time, which must not overflow.
+    let waits = head.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if waits.is_some_and(|seconds| seconds > MAX_RETRY_AFTER_SECONDS) {
+        head.headers.insert(RETRY_AFTER, MAX_RETRY_AFTER_SECONDS.into());
+    }
     let mut body = Vec::new();
     read_response(&mut response, MAX_RESPONSE_BYTES, &mut body)
         .await

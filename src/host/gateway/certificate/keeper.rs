@@ -1,6 +1,7 @@
 //! Keeps the gateway's certificate current: from the operator's file, or from the authority.
 //!
-//! Invariant: a chain that cannot be used, and a failed request, leave the presented certificate as it is.
+//! Invariant: a chain that cannot be used, one that this machine does not trust while it trusts the presented one, and a
+//! failed request leave the presented certificate as it is.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use super::schedule;
 use crate::system::certificate;
 use crate::system::layout::Layout;
 use crate::system::registration;
-use svc_base::chain::chain;
+use svc_base::chain;
 use svc_base::fsx;
 use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};
 use svc_base::untrusted_text;
@@ -53,13 +54,21 @@ pub struct CertificateKeeper {
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
     attempts: Attempts,
     error: Option<String>,
-    trusted: Option<(Instant, bool)>,
+    /// The last verification of the presented chain, for this name.
+    trusted: Option<(Instant, Option<String>, bool)>,
+    /// An issued chain that could not be stored yet.
+    unstored: Option<String>,
 }
 
 struct Presented {
     source: CertificateSource,
     chain: Chain,
+    /// The directory of the authority that issued it, if it is known.
+    directory: Option<String>,
 }
+
+/// In the stored chain, before the first certificate: text between certificates is ignored by PEM (RFC 7468).
+const DIRECTORY_LINE: &str = "Directory: ";
 
 /// The schedule of requests under the same settings.
 struct Attempts {
@@ -85,11 +94,12 @@ impl CertificateKeeper {
             pin,
             switch,
             verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
-            presented: Presented { source: CertificateSource::SelfSigned, chain: own },
+            presented: Presented { source: CertificateSource::SelfSigned, chain: own, directory: None },
             checked_file: None,
             attempts,
             error: None,
             trusted: None,
+            unstored: None,
             identity,
             config,
         };
@@ -125,9 +135,10 @@ impl CertificateKeeper {
             let text = text_of(&settings);
             if self.attempts.settings.as_ref() != Some(&text) {
                 self.attempts.settings = Some(text);
-                self.attempts.succeed(self.config.first_retry);
+                self.attempts.reset(self.config.first_retry);
             }
-            self.request_if_due(&name, &acme).await;
+            self.store_chain();
+            self.request_if_due(&settings, &name, &acme).await;
         } else {
             self.error = None;
         }
@@ -145,17 +156,24 @@ impl CertificateKeeper {
             }
         });
         match usable {
-            Ok(chain) => self.present(CertificateSource::Acme, chain),
+            Ok(chain) => {
+                self.present(CertificateSource::Acme, chain);
+                let first = pem.split(|byte| *byte == b'\n').next().unwrap_or_default();
+                let directory =
+                    std::str::from_utf8(first).ok().and_then(|line| line.strip_prefix(DIRECTORY_LINE));
+                self.presented.directory = directory.map(str::to_owned);
+            }
             Err(error) => tracing::warn!("the stored certificate chain {error}; requesting another one"),
         }
     }
 
-    /// A gateway that restarts often must not ask an authority more often: it counts failures.
+    /// A gateway that restarts often must not ask an authority more often: it limits failures, and requests that were
+    /// cut off.
     fn resume_backoff(&mut self, settings: &CertificateSettings) {
         let layout = &self.config.layout;
         let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
         let are_settings_newer = modified(layout.certificate_settings()) > modified(layout.certificate());
-        let Some(last) = certificate::read(layout).filter(|last| last.error.is_some()) else { return };
+        let Some(last) = certificate::read(layout) else { return };
         if are_settings_newer || last.host_name != settings.host_name {
             return;
         }
@@ -168,7 +186,7 @@ impl CertificateKeeper {
 
     fn present(&mut self, source: CertificateSource, chain: Chain) {
         self.switch.present(chain.clone());
-        self.presented = Presented { source, chain };
+        self.presented = Presented { source, chain, directory: None };
         self.trusted = None;
     }
 
@@ -179,17 +197,26 @@ impl CertificateKeeper {
             return;
         }
         self.checked_file = Some(seen);
+        let mut is_early = false;
         let loaded = content.and_then(|pem| {
             let chain = Chain::from_pem(&pem).map_err(|error| error.to_string())?;
             // Without a name there is no client that compares it.
             let name = settings.host_name.as_deref();
-            match name {
+            let checked = match name {
                 Some(name) => chain.check(self.pin, name, Timestamp::now()),
                 None => chain.check_key(self.pin),
+            };
+            is_early = matches!(checked, Err(ChainError::NotYetValid(_)));
+            checked.map_err(|error| error.to_string())?;
+            if name.is_some_and(|name| self.loses_trust(&chain, name)) {
+                return Err("is not trusted by this machine's roots, and the presented one is".to_owned());
             }
-            .map_err(|error| error.to_string())?;
             Ok(chain)
         });
+        if is_early {
+            // Time passes, and the machine's clock may be set.
+            self.checked_file = None;
+        }
         match loaded {
             Ok(chain) => {
                 tracing::info!(file = %file.display(), until = %chain.not_after(), "certificate read from its file");
@@ -198,14 +225,22 @@ impl CertificateKeeper {
             }
             Err(why) => {
                 let error = format!("GATEWAY_TLS_CERT_FILE, {}, {why}", file.display());
-                tracing::error!("{error}; the presented certificate stays");
+                if self.error.as_ref() != Some(&error) {
+                    tracing::error!("{error}; the presented certificate stays");
+                }
                 self.error = Some(error);
             }
         }
     }
 
-    async fn request_if_due(&mut self, name: &str, acme: &AcmeSettings) {
-        if self.next_attempt(name).is_some_and(|due| Timestamp::now() < due) {
+    /// Whether the presented chain is trusted, and this one is not: a wrong directory, or missing intermediates.
+    fn loses_trust(&self, chain: &Chain, name: &str) -> bool {
+        let is_trusted = |chain: &Chain| chain.verify(&self.verifier, name).is_ok();
+        is_trusted(&self.presented.chain) && !is_trusted(chain)
+    }
+
+    async fn request_if_due(&mut self, settings: &CertificateSettings, name: &str, acme: &AcmeSettings) {
+        if self.next_attempt(name, acme).is_some_and(|due| Timestamp::now() < due) {
             return;
         }
         // The router passes validations through only to a registered machine.
@@ -213,59 +248,96 @@ impl CertificateKeeper {
         if registration::accepted(&self.config.layout, machine).is_none() {
             return;
         }
+        // Recorded first: a gateway that is killed in the middle must not order again at its next start.
+        let pause = self.attempts.next_pause();
+        self.attempts.wait(pause);
+        self.report(settings);
         match self.request(name, acme).await {
-            Ok(chain) => {
+            Ok((chain, pem)) => {
                 tracing::info!(name, until = %chain.not_after(), "certificate issued");
                 self.present(CertificateSource::Acme, chain);
-                self.attempts.succeed(self.config.first_retry);
+                self.presented.directory = Some(acme.directory_url.clone());
+                self.attempts.reset(self.config.first_retry);
                 self.error = None;
+                self.unstored = Some(format!("{DIRECTORY_LINE}{}\n{pem}", acme.directory_url));
+                self.store_chain();
             }
             Err(error) => {
-                let at = self.attempts.fail();
-                let why = untrusted_text::bounded(&chain_of(&error));
+                let at = self.attempts.wait(pause);
+                let why = untrusted_text::bounded(&error_chain(&error));
                 tracing::warn!(name, error = why, next = %at, "no new certificate; the presented one stays");
                 self.error = Some(why);
             }
         }
     }
 
+    /// Stores an issued chain. It is presented already; without it, a restart requests another one.
+    fn store_chain(&mut self) {
+        let Some(text) = &self.unstored else { return };
+        match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {
+            Ok(()) => self.unstored = None,
+            Err(error) => {
+                let error = format!("the issued certificate cannot be stored: {}", chain::chain(&error));
+                if self.error.as_ref() != Some(&error) {
+                    tracing::error!("{error}; it is presented until the next restart");
+                }
+                self.error = Some(error);
+                return;
+            }
+        }
+        self.error = None;
+    }
+
     /// When the next certificate is requested; `None`: now.
-    fn next_attempt(&self, name: &str) -> Option<Timestamp> {
-        let chain = &self.presented.chain;
-        let is_ours = self.presented.source == CertificateSource::Acme
+    fn next_attempt(&self, name: &str, acme: &AcmeSettings) -> Option<Timestamp> {
+        let Presented { source, chain, directory } = &self.presented;
+        let is_ours = *source == CertificateSource::Acme
+            && directory.as_ref().is_none_or(|issuer| *issuer == acme.directory_url)
             && chain.check(self.pin, name, chain.not_before()).is_ok();
         let machine = self.config.machine.unwrap_or_default().0;
         let renewal = is_ours.then(|| schedule::renew_at(chain.not_before(), chain.not_after(), machine));
-        renewal.max(self.attempts.retry_at)
+        // A later time is of a clock that was ahead when the pause began.
+        let latest = Timestamp::now() + SignedDuration::try_from(schedule::MAX_PAUSE).unwrap_or_default();
+        renewal.max(self.attempts.retry_at.filter(|at| *at <= latest))
     }
 
-    async fn request(&self, name: &str, settings: &AcmeSettings) -> anyhow::Result<Chain> {
+    /// Returns the chain and its PEM.
+    async fn request(&self, name: &str, settings: &AcmeSettings) -> anyhow::Result<(Chain, String)> {
         let layout = &self.config.layout;
         let key_pem = &self.identity.key_pem;
         let pem =
             CertificateRequest { layout, settings, name, key_pem, switch: &self.switch }.issue().await?;
         let chain = Chain::from_pem(pem.as_bytes());
-        let chain = chain.and_then(|chain| chain.check(self.pin, name, Timestamp::now()).map(|()| chain));
+        let chain = chain.and_then(|chain| match chain.check(self.pin, name, Timestamp::now()) {
+            // This machine's clock is behind.
+            Ok(()) | Err(ChainError::NotYetValid(_)) => Ok(chain),
+            Err(error) => Err(error),
+        });
         let chain = chain.map_err(|error| anyhow::anyhow!("the issued certificate {error}"))?;
-        fsx::write_atomic(&layout.tls_chain(), pem.as_bytes(), 0o600)?;
-        Ok(chain)
+        anyhow::ensure!(
+            !self.loses_trust(&chain, name),
+            "the issued certificate is not trusted by this machine's roots, and the presented one is"
+        );
+        Ok((chain, pem))
     }
 
     fn report(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
-        let is_trusted = match self.trusted {
-            Some((at, is_trusted)) if at.elapsed() < VERIFY_INTERVAL => is_trusted,
+        let is_trusted = match &self.trusted {
+            Some((at, of, is_trusted)) if at.elapsed() < VERIFY_INTERVAL && of.as_deref() == name => {
+                *is_trusted
+            }
             _ => {
                 let verified = name.map(|name| self.presented.chain.verify(&self.verifier, name));
                 let is_trusted = matches!(verified, Some(Ok(())));
-                self.trusted = Some((Instant::now(), is_trusted));
+                self.trusted = Some((Instant::now(), name.map(str::to_owned), is_trusted));
                 is_trusted
             }
         };
         let chain = &self.presented.chain;
         CERTIFICATE_EXPIRY.set([], chain.not_after().as_second() as f64);
         CERTIFICATE_TRUSTED.set([], f64::from(u8::from(is_trusted)));
-        let requests = name.filter(|_| self.config.file.is_none() && settings.acme.is_some());
+        let requests = name.zip(settings.acme.as_ref()).filter(|_| self.config.file.is_none());
         let current = HostCertificate {
             host_name: settings.host_name.clone(),
             source: self.presented.source.into(),
@@ -273,7 +345,7 @@ impl CertificateKeeper {
             expires_at: chain.not_after().into(),
             is_trusted,
             error: self.error.clone(),
-            next_attempt_at: requests.and_then(|name| self.next_attempt(name)).map(Into::into),
+            next_attempt_at: requests.and_then(|(name, acme)| self.next_attempt(name, acme)).map(Into::into),
         };
         if let Err(error) = certificate::write(&self.config.layout, &current) {
             tracing::warn!(%error, "cannot record the certificate");
@@ -282,14 +354,18 @@ impl CertificateKeeper {
 }
 
 impl Attempts {
-    fn succeed(&mut self, first_retry: Duration) {
+    fn reset(&mut self, first_retry: Duration) {
         self.pauses = schedule::retries(first_retry);
         self.retry_at = None;
     }
 
-    fn fail(&mut self) -> Timestamp {
+    fn next_pause(&mut self) -> SignedDuration {
         let pause = self.pauses.next().unwrap_or(schedule::MAX_PAUSE);
-        let pause = SignedDuration::try_from(pause).unwrap_or(SignedDuration::from_hours(6));
+        SignedDuration::try_from(pause).unwrap_or(SignedDuration::from_hours(6))
+    }
+
+    /// Lets the next attempt wait from now on.
+    fn wait(&mut self, pause: SignedDuration) -> Timestamp {
         let at = Timestamp::now() + pause;
         self.retry_at = Some(at);
         at
@@ -300,8 +376,8 @@ fn text_of(settings: &CertificateSettings) -> String {
     serde_json::to_string(settings).expect("plain fields are JSON")
 }
 
-fn chain_of(error: &anyhow::Error) -> String {
-    chain(AsRef::<dyn std::error::Error>::as_ref(error))
+fn error_chain(error: &anyhow::Error) -> String {
+    chain::chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
 /// The content of the operator's file, or why it cannot be read.

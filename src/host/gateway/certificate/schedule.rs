@@ -1,4 +1,4 @@
-//! When the next certificate is requested, pure.
+//! Pure functions that decide when the next certificate is requested.
 
 use std::time::Duration;
 
