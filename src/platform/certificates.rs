@@ -131,13 +131,18 @@ mod tests {
     #[test]
     fn summary_counts_booted_machines_by_certificate() {
         let domain: HostDomain = "hosts.example.com".parse().unwrap();
-        let name = domain.name_of(healthy_row().machine);
+        let machine = healthy_row().machine;
+        let name = domain.name_of(machine);
         let known = |expires_in: f64| {
             let host_name = Some(name.clone());
             Some(ReportedCertificate { host_name, is_trusted: true, expires_in, lifetime: 90.0 * DAY })
         };
-        let row =
-            |handle: &str, certificate| FleetRow { handle: handle.to_owned(), certificate, ..healthy_row() };
+        let row = |handle: &str, certificate| FleetRow {
+            machine,
+            handle: handle.to_owned(),
+            certificate,
+            ..healthy_row()
+        };
         let boots = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
         let off = FleetRow { powered_off_age: Some(60.0), ..row("fay", None) };
         let rows = [row("ada", known(60.0 * DAY)), row("bob", known(DAY)), row("cy", None), boots, off];
