@@ -89,8 +89,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
             }
             Effect::RequestUpdate { machine } => rollouts::request_update(&tx, rollout.id, *machine).await?,
             Effect::Verify => {
-                let claimed = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM).await?;
-                to_verify = claimed.zip(Some(rollouts::list_updated(&tx, rollout.id).await?));
+                to_verify = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM).await?;
             }
             Effect::Stop { why } => end(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
             Effect::Succeed => end(&tx, &rollout, RolloutState::Succeeded, None).await?,
@@ -108,10 +107,10 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     for state in ended {
         ROLLOUT_MACHINES.add_one([state.as_str()]);
     }
-    if let Some((claimed, machines)) = to_verify {
+    if let Some(claimed) = to_verify {
         let (platform, id) = (Arc::clone(platform), request_id::current());
         tokio::spawn(request_id::run_with_id(id, async move {
-            if let Err(error) = verification::run(&platform, &claimed, machines).await {
+            if let Err(error) = verification::run(&platform, &claimed).await {
                 tracing::warn!(rollout = %claimed.id, error = %chain(error.as_ref()), "cannot verify a rollout's release");
             }
         }));
