@@ -17,7 +17,7 @@ use super::context::Platform;
 use super::db::rollouts::{self, RolloutRow, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::host_call;
-use crate::rollout_plan::{self, Effect, RolloutPace};
+use crate::rollout_plan::{self, Effect, Limits, RolloutPace};
 use svc_base::failpoint;
 use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 use svc_http::problem::chain;
@@ -69,8 +69,9 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let members = rollouts::list_members(&tx, &rollout, timeouts).await?;
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
-    let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
-    let effects = rollout_plan::next(pace, max_failures, rollout.verification_state(), &members);
+    let limit = |number: i32| usize::try_from(number).unwrap_or(usize::MAX);
+    let limits = Limits { canary: limit(rollout.canary), max_failures: limit(rollout.max_failures) };
+    let effects = rollout_plan::next(pace, limits, rollout.verification_state(), &members);
     let has_effects = !effects.is_empty();
     if has_effects {
         failpoint::pass("rollouts.decided")?;
