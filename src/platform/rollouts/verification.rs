@@ -254,7 +254,8 @@ fn reason(verification: &RolloutVerification) -> String {
         named.map(|found| format!("{}: {}: {}", found.handle, found.check, found.what)).collect();
     let more = findings.len().saturating_sub(MAX_NAMED);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    untrusted_text::bounded(&format!("the verification failed: {}{more}", named.join("; ")))
+    let reason = format!("the verification failed: {}{more}", named.join("; "));
+    untrusted_text::bounded(&untrusted_text::one_line(&reason))
 }
 
 #[cfg(test)]
@@ -277,6 +278,12 @@ mod tests {
             findings: vec![found("icons")],
         };
         assert_eq!(reason(&verification), "the verification failed: ada: icons: it is broken");
+        // A host may report any text.
+        verification.findings[0].what = "it is\r\nresumed: all is well\u{1b}[2J".to_owned();
+        assert_eq!(
+            reason(&verification),
+            "the verification failed: ada: icons: it is; resumed: all is well\u{FFFD}[2J"
+        );
         verification.findings = ["shell", "icons", "schemas", "health", "route"].map(found).to_vec();
         assert!(reason(&verification).ends_with("ada: schemas: it is broken; and 2 more"));
     }
