@@ -2,7 +2,8 @@
 //!
 //! Reads no clock and no database. The invariants: at most one batch is updated at a time, the canary first and
 //! separately; a batch starts only when every machine of the previous one has ended; once a machine has the release, no
-//! further update is requested before the release is verified; no update is requested after the canary failed or the
+//! further update is requested before the release is verified; if the canary ended without the release, as many machines
+//! of the next batch take its place; no update is requested after the canary failed or the
 //! maximum of failures is reached; and a machine whose update was requested ends by its host's report, its own end, or a
 //! timeout.
 
@@ -62,10 +63,18 @@ pub enum Effect {
     Succeed,
 }
 
+/// The limits of a rollout.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Machines that get the release first; 0: the first batch does.
+    pub canary: usize,
+    pub max_failures: usize,
+}
+
 /// The effects that are due now.
 pub fn next(
     pace: RolloutPace,
-    max_failures: usize,
+    limits: Limits,
     verification: Verification,
     members: &[Member],
 ) -> Vec<Effect> {
@@ -87,7 +96,7 @@ pub fn next(
         effects.push(Effect::Stop { why: "the canary failed".to_owned() });
         return effects;
     }
-    if failed >= max_failures {
+    if failed >= limits.max_failures {
         effects.push(Effect::Stop { why: format!("{failed} machines failed") });
         return effects;
     }
@@ -105,13 +114,22 @@ pub fn next(
         effects.push(Effect::Succeed);
         return effects;
     };
+    // A canary that was switched off, for instance, has verified nothing.
+    let needs_canary = limits.canary > 0 && verification != Verification::Settled && !is_running_it;
+    let mut room = if needs_canary { limits.canary } else { usize::MAX };
     for member in members.iter().filter(|member| member.batch == next && member.state == MemberState::Waiting)
     {
         let machine = member.machine;
-        effects.push(if !member.is_running {
+        if !member.is_running {
             let error = Some("it is not running".to_owned());
-            Effect::End { machine, state: MemberState::Skipped, error }
-        } else if member.is_updated {
+            effects.push(Effect::End { machine, state: MemberState::Skipped, error });
+            continue;
+        }
+        if room == 0 {
+            continue;
+        }
+        room -= 1;
+        effects.push(if member.is_updated {
             Effect::End { machine, state: MemberState::Updated, error: None }
         } else {
             Effect::RequestUpdate { machine }
@@ -219,7 +237,7 @@ mod tests {
                 if verification == Verification::Running {
                     verification = Verification::Settled;
                 }
-                for effect in next(pace, max_failures, verification, &members) {
+                for effect in next(pace, Limits { canary, max_failures }, verification, &members) {
                     let of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
                     match effect {
                         Effect::End { machine, state, error } => {
@@ -251,6 +269,10 @@ mod tests {
                 }
                 let requested: Vec<_> = members.iter().filter(|member| member.state == MemberState::Requested).collect();
                 let batches: BTreeSet<i32> = requested.iter().map(|member| member.batch).collect();
+                let has_release = members.iter().any(|member| member.state == MemberState::Updated);
+                if canary > 0 && verification != Verification::Settled && !has_release {
+                    prop_assert!(requested.len() <= canary, "a batch got a release that no machine has proven");
+                }
                 prop_assert!(batches.len() <= 1 && requested.len() <= size.max(canary));
                 if let Some(batch) = batches.first() {
                     let earlier = members.iter().filter(|member| member.batch < *batch);
@@ -283,5 +305,21 @@ mod tests {
                 other => prop_assert!(false, "it did not end: {:?}", other),
             }
         }
+    }
+
+    #[test]
+    fn machines_of_the_next_batch_take_the_place_of_a_skipped_canary() {
+        let mut members: Vec<_> = [0, 1, 1, 1].map(|batch| member(batch, Host::Updates)).to_vec();
+        members[0].state = MemberState::Skipped;
+        let limits = |canary| Limits { canary, max_failures: 1 };
+        let requests =
+            |canary, verification| next(RolloutPace::Running, limits(canary), verification, &members).len();
+        assert_eq!(requests(1, Verification::Due), 1);
+        assert_eq!(requests(2, Verification::Due), 2);
+        assert_eq!(requests(0, Verification::Due), 3, "without a canary, the first batch has its role");
+        assert_eq!(requests(1, Verification::Settled), 3, "no verification is required");
+        let first = members[1].machine;
+        let effects = next(RolloutPace::Running, limits(1), Verification::Due, &members);
+        assert_eq!(effects, [Effect::RequestUpdate { machine: first }]);
     }
 }

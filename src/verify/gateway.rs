@@ -1,5 +1,7 @@
 //! Checks of the gateway's own routes: health, the bridge's schemas, icons, and the removed legacy route.
 
+use std::collections::HashSet;
+
 use http::StatusCode;
 use serde_json::{Value, json};
 
@@ -7,6 +9,8 @@ use super::site::Site;
 use svc_base::diagnosis::Findings;
 
 const JOURNAL_HINT: &str = "journalctl -u svc-gateway -n 50 on the host";
+/// Apps with a problem that one check names.
+const MAX_PROBLEMS: usize = 20;
 
 pub async fn check_health(site: &Site) -> Findings {
     let findings = Findings::new("gateway-health");
@@ -43,17 +47,22 @@ pub async fn check_schemas(site: &Site) -> Findings {
     let listed = app_names(&query.json().unwrap_or_default()["data"], "app");
     let apps = apps.json().unwrap_or_default();
     let installed = apps["apps"].as_array().cloned().unwrap_or_default();
+    let names: HashSet<&str> = listed.iter().map(String::as_str).collect();
     let mut findings = findings;
+    let mut problems = 0;
     for app in &installed {
+        if problems >= MAX_PROBLEMS {
+            break;
+        }
         let slug = app["slug"].as_str().unwrap_or("?");
         if app["status"] == "error" {
             let why = app["error"].as_str().unwrap_or("no reason given");
             findings = findings.problem(format!("{slug}: {why}"), "check its svc.json");
-        } else if app["tables"].as_array().is_some_and(|tables| !tables.is_empty())
-            && !listed.iter().any(|name| name == slug)
-        {
+            problems += 1;
+        } else if app["tables"].as_array().is_some_and(|tables| !tables.is_empty()) && !names.contains(slug) {
             findings =
                 findings.problem(format!("{slug} has tables that the bridge does not list"), JOURNAL_HINT);
+            problems += 1;
         }
     }
     if listed.is_empty() {

@@ -1,26 +1,28 @@
 //! Scans built files without running them: the files that they refer to, and placeholder hosts. Pure.
 
+use std::collections::HashSet;
+
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 
 /// Longer quoted strings are data, not file names.
 const MAX_NAME_BYTES: usize = 300;
+/// Maximum length of a host's name. The search for its ends stops there.
+const MAX_HOST_BYTES: usize = 253;
 
-/// The quoted names of scripts and styles in HTML or JavaScript.
-pub fn script_and_style_names(text: &str) -> Vec<&str> {
-    let mut found = Vec::new();
-    for quote in ['"', '\'', '`'] {
-        for part in text.split(quote) {
-            let name = part.split(['?', '#']).next().unwrap_or_default();
-            let is_file = [".js", ".mjs", ".css"].iter().any(|ending| name.ends_with(ending));
-            let is_name = name.len() <= MAX_NAME_BYTES
-                && name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-~@:%".contains(c));
-            if is_file && is_name && !found.contains(&name) {
-                found.push(name);
-            }
-        }
-    }
-    found
+/// The different quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. The time is linear in
+/// the text, which a host may have made to be slow.
+pub fn script_and_style_names(text: &str, max: usize) -> Vec<&str> {
+    let mut seen = HashSet::new();
+    let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
+    let names = parts.filter_map(|part| {
+        let name = part.split(['?', '#']).next().unwrap_or_default();
+        let is_file = [".js", ".mjs", ".css"].iter().any(|ending| name.ends_with(ending));
+        let is_name = name.len() <= MAX_NAME_BYTES
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-~@:%".contains(c));
+        (is_file && is_name).then_some(name)
+    });
+    names.filter(|name| seen.insert(*name)).take(max).collect()
 }
 
 /// The host of a shell without a key, and the host of examples.
@@ -54,11 +56,14 @@ fn placeholder_in_text(text: &str) -> Option<&str> {
         let before = text[..at].chars().next_back();
         let in_url = text[..at].ends_with("//") || before == Some('@');
         let quoted = matches!(before, Some('"' | '\'' | '`'));
-        let label = text[..at].rfind(|c: char| !is_host(c)).map_or(0, |end| end + 1);
+        let window = text.floor_char_boundary(at.saturating_sub(MAX_HOST_BYTES));
+        let label = text[window..at].rfind(|c: char| !is_host(c));
+        let label = label.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
         // A label before it, as in `clerk.placeholder.dev`, belongs to the host.
         let start = if before.is_some_and(is_host) { label } else { at };
         let is_url = text[..start].ends_with("//");
-        let end = text[at..].find(|c: char| !is_host(c)).map_or(text.len(), |length| at + length);
+        let limit = text.floor_char_boundary(at + MAX_HOST_BYTES);
+        let end = text[at..limit].find(|c: char| !is_host(c)).map_or(limit, |length| at + length);
         let host = text[start..end].trim_end_matches('.');
         let dots = host.matches('.').count();
         if ((in_url || is_url) && dots >= 1) || (quoted && dots >= 2) {
@@ -79,12 +84,25 @@ mod tests {
     #[test]
     fn script_and_style_names_finds_names_in_pages_and_chunks() {
         let page = r#"<link rel="modulepreload" href="/assets/vendor-1.js"><script type=module src='/assets/main-2.js?v=1'>"#;
-        assert_eq!(script_and_style_names(page), ["/assets/vendor-1.js", "/assets/main-2.js"]);
+        assert_eq!(script_and_style_names(page, 9), ["/assets/vendor-1.js", "/assets/main-2.js"]);
         let chunk = r#"import{a}from"./chunk-3.js";const m=["assets/x.js","assets/x.css"];b=()=>import(`./lazy.mjs`);"no js.js here""#;
         assert_eq!(
-            script_and_style_names(chunk),
+            script_and_style_names(chunk, 9),
             ["./chunk-3.js", "assets/x.js", "assets/x.css", "./lazy.mjs"]
         );
+    }
+
+    #[test]
+    fn scan_of_hostile_text_takes_linear_time() {
+        let names: String = (0..400_000).map(|n| format!("\"{n}.js")).collect();
+        let hosts = "placeholder".repeat(100_000);
+        let started = std::time::Instant::now();
+        assert_eq!(script_and_style_names(&names, usize::MAX).len(), 400_000);
+        assert_eq!(script_and_style_names(&names, 10).len(), 10);
+        assert_eq!(placeholder_host(&hosts), None);
+        assert_eq!(placeholder_host(&"é.placeholder".repeat(20_000)), None);
+        // A quadratic scan takes many minutes.
+        assert!(started.elapsed().as_secs() < 30, "{:?}", started.elapsed());
     }
 
     #[test]

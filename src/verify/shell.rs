@@ -6,11 +6,15 @@ use std::time::Duration;
 use url::Url;
 
 use super::scan;
-use super::site::Site;
+use super::site::{Site, SiteResponse};
 use svc_base::diagnosis::{Finding, Findings};
 
 const MAX_FILES: usize = 400;
 const MAX_TOTAL_BYTES: usize = 96 << 20;
+/// Maximum different names of scripts and styles in one file.
+const MAX_NAMES: usize = 2000;
+/// Maximum different files that are named, including names that turn out to be no files.
+const MAX_NAMED_FILES: usize = 4000;
 /// Part of every call of the legacy route, however its URL is built.
 const LEGACY: &str = "api/canvas";
 /// The page's `meta` that declares where canvas gestures may begin.
@@ -42,12 +46,19 @@ pub async fn check_shell(site: &Site, deadline: Duration) -> Vec<Finding> {
         }
     };
     let bytes: usize = parts.iter().map(|part| part.text.len()).sum();
-    let mut list =
-        findings.ok(format!("its page and {} files, {} KiB", parts.len() - 1, bytes >> 10)).into_list();
-    list.extend(check_placeholder(&parts).into_list());
-    list.extend(check_legacy_calls(&parts).into_list());
-    list.extend(check_gestures(&parts).into_list());
-    list
+    let read = format!("its page and {} files, {} KiB", parts.len() - 1, bytes >> 10);
+    // Megabytes of text: other tasks of this thread must not wait for it.
+    let checks = tokio::task::spawn_blocking(move || {
+        [check_placeholder(&parts), check_legacy_calls(&parts), check_gestures(&parts)]
+    });
+    match checks.await {
+        Ok(checks) => {
+            let mut list = findings.ok(read).into_list();
+            list.extend(checks.into_iter().flat_map(Findings::into_list));
+            list
+        }
+        Err(error) => findings.problem(format!("{read}: not checked: {error}"), next).into_list(),
+    }
 }
 
 /// Loads the page and, transitively, all files that it refers to.
@@ -56,10 +67,10 @@ async fn load(site: &Site) -> Result<Vec<ShellFile>, String> {
     if !front.status.is_success() || !front.kind.starts_with("text/html") {
         return Err(format!("the page returned {} {}", front.status, front.kind));
     }
-    let page = front.text().into_owned();
     let mut seen: HashSet<Url> = HashSet::new();
     let mut wanted: VecDeque<(Url, bool)> = VecDeque::new();
-    queue_files(site.base(), site.base(), &page, true, &mut seen, &mut wanted);
+    let (page, names) = read_names(front, site.base()).await?;
+    queue_files(site.base(), site.base(), &names, true, &mut seen, &mut wanted)?;
     if wanted.is_empty() {
         return Err("the page refers to no script, so it is not a shell".to_owned());
     }
@@ -81,33 +92,53 @@ async fn load(site: &Site) -> Result<Vec<ShellFile>, String> {
             }
             continue;
         }
-        let text = response.text().into_owned();
+        let (text, names) = read_names(response, &url).await?;
         bytes += text.len();
-        queue_files(site.base(), &url, &text, false, &mut seen, &mut wanted);
+        queue_files(site.base(), &url, &names, false, &mut seen, &mut wanted)?;
         parts.push(ShellFile { url, text });
     }
     Ok(parts)
 }
 
+/// The text of a file, and the names of scripts and styles in it.
+async fn read_names(response: SiteResponse, url: &Url) -> Result<(String, Vec<String>), String> {
+    let scan = tokio::task::spawn_blocking(move || {
+        let text = response.text().into_owned();
+        let names = scan::script_and_style_names(&text, MAX_NAMES + 1);
+        let names: Vec<_> = names.into_iter().map(str::to_owned).collect();
+        (text, names)
+    });
+    let (text, names) = scan.await.map_err(|error| format!("{}: {error}", url.path()))?;
+    if names.len() > MAX_NAMES {
+        return Err(format!("{} names more than {MAX_NAMES} scripts and styles", url.path()));
+    }
+    Ok((text, names))
+}
+
 fn queue_files(
     base: &Url,
     of: &Url,
-    text: &str,
+    names: &[String],
     from_page: bool,
     seen: &mut HashSet<Url>,
     wanted: &mut VecDeque<(Url, bool)>,
-) {
-    for name in scan::script_and_style_names(text) {
+) -> Result<(), String> {
+    for name in names {
         let relative = name.starts_with('.') || name.starts_with('/') || name.contains("://");
         // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
         let from = if relative { of } else { base };
         if let Ok(url) = from.join(name)
             && url.origin() == base.origin()
-            && seen.insert(url.clone())
+            && !seen.contains(&url)
         {
+            if seen.len() >= MAX_NAMED_FILES {
+                return Err(format!("more than {MAX_NAMED_FILES} scripts and styles are named"));
+            }
+            seen.insert(url.clone());
             wanted.push_back((url, from_page));
         }
     }
+    Ok(())
 }
 
 fn check_placeholder(parts: &[ShellFile]) -> Findings {
@@ -178,9 +209,21 @@ mod tests {
         let base = Url::parse("https://app.test/").unwrap();
         let chunk = base.join("/assets/main.js").unwrap();
         let (mut seen, mut wanted) = (HashSet::new(), VecDeque::new());
-        let text = r#"import"./a.js";["assets/b.js","https://cdn.test/c.js"]"#;
-        queue_files(&base, &chunk, text, false, &mut seen, &mut wanted);
+        let names = ["./a.js", "assets/b.js", "https://cdn.test/c.js"].map(str::to_owned);
+        queue_files(&base, &chunk, &names, false, &mut seen, &mut wanted).unwrap();
         let paths: Vec<_> = wanted.iter().map(|(url, _)| url.as_str()).collect();
         assert_eq!(paths, ["https://app.test/assets/a.js", "https://app.test/assets/b.js"]);
+    }
+
+    #[test]
+    fn queue_files_refuses_too_many_names() {
+        let base = Url::parse("https://app.test/").unwrap();
+        let (mut seen, mut wanted) = (HashSet::new(), VecDeque::new());
+        let names: Vec<_> = (0..=MAX_NAMED_FILES).map(|n| format!("{n}.js")).collect();
+        let queued = queue_files(&base, &base, &names[1..], false, &mut seen, &mut wanted);
+        assert_eq!((queued, wanted.len()), (Ok(()), MAX_NAMED_FILES));
+        assert!(queue_files(&base, &base, &names[1..], false, &mut seen, &mut wanted).is_ok(), "no new one");
+        assert!(queue_files(&base, &base, &names, false, &mut seen, &mut wanted).is_err());
+        assert_eq!((seen.len(), wanted.len()), (MAX_NAMED_FILES, MAX_NAMED_FILES));
     }
 }

@@ -20,8 +20,10 @@ pub const TIMEOUTS: Deadlines = Deadlines {
     whole: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(10),
 };
-/// Maximum size of a response body.
+/// Maximum size of a response body that an operator's command reads.
 const MAX_BODY_BYTES: usize = 32 << 20;
+/// Maximum size of a response body that the platform reads, of hosts that may be hostile.
+const MAX_PLATFORM_BODY_BYTES: usize = 4 << 20;
 
 /// How requests are authenticated.
 pub enum Credential {
@@ -46,6 +48,7 @@ pub struct Site {
     client: reqwest::Client,
     base: Url,
     credential: Credential,
+    max_body_bytes: usize,
 }
 
 /// A response with its whole body.
@@ -68,12 +71,13 @@ impl SiteResponse {
 impl Site {
     pub fn by_socket(socket: &Path) -> anyhow::Result<Self> {
         let base = Url::parse("http://gateway/")?;
-        Ok(Self { client: client::over_socket(TIMEOUTS, socket)?, base, credential: Credential::None })
+        let client = client::over_socket(TIMEOUTS, socket)?;
+        Ok(Self { client, base, credential: Credential::None, max_body_bytes: MAX_BODY_BYTES })
     }
 
-    /// A host over a client that verifies the host's key.
+    /// A host over the platform's client, which verifies the host's key.
     pub fn direct(client: reqwest::Client, base: Url, credential: Credential) -> Self {
-        Self { client, base, credential }
+        Self { client, base, credential, max_body_bytes: MAX_PLATFORM_BODY_BYTES }
     }
 
     /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
@@ -87,7 +91,8 @@ impl Site {
         };
         let mut value = HeaderValue::from_str(&text)?;
         value.set_sensitive(true);
-        Ok(Self { client: client::build(TIMEOUTS)?, base, credential: Credential::Header(name, value) })
+        let credential = Credential::Header(name, value);
+        Ok(Self { client: client::build(TIMEOUTS)?, base, credential, max_body_bytes: MAX_BODY_BYTES })
     }
 
     pub fn base(&self) -> &Url {
@@ -135,7 +140,7 @@ impl Site {
         let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
         let kind = kind.unwrap_or_default().to_owned();
         let mut body = Vec::new();
-        read_response(&mut response, MAX_BODY_BYTES, &mut body).await.map_err(|error| match error {
+        read_response(&mut response, self.max_body_bytes, &mut body).await.map_err(|error| match error {
             ResponseBodyError::TooLarge(max) => format!("{}: more than {} MiB", url.path(), max >> 20),
             ResponseBodyError::Http(error) => failed(error),
         })?;

@@ -430,3 +430,34 @@ async fn failed_verification_pauses_the_rollout_until_an_operator_decides() {
     assert_eq!(fleet.post_action(&rollout, "abort").await.body["state"], "aborted");
     assert_eq!(alarms().await, json!([]));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn verification_counts_only_machines_that_run_the_release_now() {
+    let fleet = Fleet::of(3, &[]).await;
+    let rollout = fleet.deploy(&json!({"canary": 2, "verify": true})).await;
+    fleet.wait_until_requested(0).await;
+    fleet.wait_until_requested(1).await;
+    fleet.report(0, NEXT, "updated").await;
+    fleet.report(1, NEXT, "updated").await;
+    let paused = fleet.until_state(&rollout, "paused").await;
+    assert_eq!(paused["verification"]["handles"], json!(["h-user-0", "h-user-1"]));
+    // One is rolled back: the other one is verified.
+    fleet.report(0, "v1", "rolled_back").await;
+    assert_eq!(fleet.post_action(&rollout, "resume").await.status, 200);
+    let paused = fleet.until_state(&rollout, "paused").await;
+    assert_eq!(paused["verification"]["handles"], json!(["h-user-1"]), "{paused}");
+    // The other one is switched off: nothing can be verified, so nothing has passed.
+    let client = fleet.stack.database.connect().await.unwrap();
+    let id: uuid::Uuid = fleet.guests[1].machine.parse().unwrap();
+    client
+        .execute("UPDATE user_machines SET powered_off_at = now() WHERE machine_id = $1", &[&id])
+        .await
+        .unwrap();
+    assert_eq!(fleet.post_action(&rollout, "resume").await.status, 200);
+    let paused = fleet.until_state(&rollout, "paused").await;
+    let verification = &paused["verification"];
+    assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!([])), "{paused}");
+    let why = paused["why"].as_str().unwrap();
+    assert!(why.contains("none of the first machines runs v2 any more"), "{why}");
+    assert_eq!(fleet.desired(2).await, "v1", "the release was not verified");
+}

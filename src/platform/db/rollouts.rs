@@ -281,11 +281,30 @@ pub async fn reset_verification(tx: &Transaction<'_>, rollout: RolloutId) -> Res
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// The machines that have the release.
-pub async fn list_updated(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
+/// The first machines that got the release, whether or not they run it now.
+pub async fn list_updated(
+    client: &impl GenericClient,
+    rollout: RolloutId,
+) -> Result<Vec<MachineId>, DbError> {
     let sql = "SELECT machine_id FROM rollout_machines WHERE rollout_id = $1 AND state = 'updated' \
                ORDER BY batch, machine_id LIMIT 100";
-    Ok(query(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+    Ok(query(client, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// The updated machines that run the release now: one may have been rolled back, replaced, deleted or switched off since
+/// its update. With `only`, that machine or none.
+pub async fn list_running_release(
+    client: &impl GenericClient,
+    rollout: &RolloutRow,
+    only: Option<MachineId>,
+) -> Result<Vec<MachineId>, DbError> {
+    let sql = "SELECT r.machine_id FROM rollout_machines r JOIN user_machines m USING (machine_id) \
+               WHERE r.rollout_id = $1 AND r.state = 'updated' AND ($3::uuid IS NULL OR r.machine_id = $3) \
+               AND m.image_version = $2 AND m.updating IS NOT TRUE AND m.status = 'running' AND m.deleted_at IS NULL \
+               AND m.retired_at IS NULL AND m.powered_off_at IS NULL ORDER BY r.batch, r.machine_id LIMIT 100";
+    let (version, only) = (rollout.image_version.as_str(), only.map(|machine| machine.0));
+    let found = query(client, sql, &[&rollout.id.0, &version, &only]).await?;
+    Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 pub async fn set_state(

@@ -17,7 +17,7 @@ use super::context::Platform;
 use super::db::rollouts::{self, RolloutRow, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::host_call;
-use crate::rollout_plan::{self, Effect, RolloutPace};
+use crate::rollout_plan::{self, Effect, Limits, RolloutPace};
 use svc_base::failpoint;
 use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 use svc_http::problem::chain;
@@ -69,8 +69,9 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let members = rollouts::list_members(&tx, &rollout, timeouts).await?;
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
-    let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
-    let effects = rollout_plan::next(pace, max_failures, rollout.verification_state(), &members);
+    let limit = |number: i32| usize::try_from(number).unwrap_or(usize::MAX);
+    let limits = Limits { canary: limit(rollout.canary), max_failures: limit(rollout.max_failures) };
+    let effects = rollout_plan::next(pace, limits, rollout.verification_state(), &members);
     let has_effects = !effects.is_empty();
     if has_effects {
         failpoint::pass("rollouts.decided")?;
@@ -89,8 +90,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
             }
             Effect::RequestUpdate { machine } => rollouts::request_update(&tx, rollout.id, *machine).await?,
             Effect::Verify => {
-                let claimed = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM).await?;
-                to_verify = claimed.zip(Some(rollouts::list_updated(&tx, rollout.id).await?));
+                to_verify = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM).await?;
             }
             Effect::Stop { why } => end(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
             Effect::Succeed => end(&tx, &rollout, RolloutState::Succeeded, None).await?,
@@ -108,10 +108,10 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     for state in ended {
         ROLLOUT_MACHINES.add_one([state.as_str()]);
     }
-    if let Some((claimed, machines)) = to_verify {
+    if let Some(claimed) = to_verify {
         let (platform, id) = (Arc::clone(platform), request_id::current());
         tokio::spawn(request_id::run_with_id(id, async move {
-            if let Err(error) = verification::run(&platform, &claimed, machines).await {
+            if let Err(error) = verification::run(&platform, &claimed).await {
                 tracing::warn!(rollout = %claimed.id, error = %chain(error.as_ref()), "cannot verify a rollout's release");
             }
         }));

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use deadpool_postgres::GenericClient;
 use futures_util::StreamExt;
 use http::{HeaderName, HeaderValue};
 use jiff::Timestamp;
@@ -41,48 +42,76 @@ const PROOF_SECONDS: i64 = 30;
 /// Findings that the rollout's reason names.
 const MAX_NAMED: usize = 3;
 
-/// Verifies the release on these machines and stores the result.
+/// Verifies the release on the first machines that run it, and stores the result.
 ///
 /// # Errors
 /// When the database is unavailable; then the claim expires.
-pub async fn run(
-    platform: &Arc<Platform>,
-    rollout: &RolloutRow,
-    machines: Vec<MachineId>,
-) -> anyhow::Result<()> {
+pub async fn run(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let mut rows = Vec::new();
-    for machine in machines.into_iter().take(MAX_MACHINES) {
-        rows.extend(db::machines::get(&session, machine).await?);
-    }
+    let machines = rollouts::list_running_release(&session, rollout, None).await?;
+    let rows = read_rows(&session, machines).await?;
     drop(session);
     let checks = rows.clone().into_iter().map(|machine| {
-        let platform = Arc::clone(platform);
-        async move { verify_machine(&platform, &machine).await }
+        let (platform, rollout) = (Arc::clone(platform), rollout.clone());
+        async move { verify_machine(&platform, &rollout, machine).await }
     });
     let checked = futures_util::stream::iter(checks).buffered(MAX_CONCURRENT).collect::<Vec<_>>();
-    let mut findings: Vec<RolloutFinding> = match tokio::time::timeout(LIMIT, checked).await {
-        Ok(checked) => checked.into_iter().flatten().collect(),
-        Err(_) => rows.iter().map(timed_out).collect(),
-    };
+    let mut handles = Vec::new();
+    let mut findings = Vec::new();
+    if let Ok(checked) = tokio::time::timeout(LIMIT, checked).await {
+        for (machine, found) in rows.iter().zip(checked) {
+            if let Some(found) = found? {
+                handles.push((&machine.handle).into());
+                findings.extend(found);
+            }
+        }
+    } else {
+        handles = rows.iter().map(|machine| (&machine.handle).into()).collect();
+        findings = rows.iter().map(timed_out).collect();
+    }
+    let is_verified = !handles.is_empty();
+    if !is_verified {
+        let session = platform.db.session().await?;
+        let first = rollouts::list_updated(&session, rollout.id).await?;
+        findings = read_rows(&session, first).await?.iter().take(1).map(|row| gone(rollout, row)).collect();
+    }
     findings.truncate(MAX_FINDINGS);
     let verification = RolloutVerification {
         at: svc_base::clock::now_ms().into(),
-        passed: findings.is_empty(),
-        handles: rows.iter().map(|machine| (&machine.handle).into()).collect(),
+        passed: is_verified && findings.is_empty(),
+        handles,
         findings,
     };
     store(platform, rollout, &verification).await
 }
 
-async fn verify_machine(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<RolloutFinding> {
+async fn read_rows(
+    client: &impl GenericClient,
+    machines: Vec<MachineId>,
+) -> Result<Vec<MachineRow>, db::DbError> {
+    let mut rows = Vec::new();
+    for machine in machines.into_iter().take(MAX_MACHINES) {
+        rows.extend(db::machines::get(client, machine).await?);
+    }
+    Ok(rows)
+}
+
+/// The findings on a machine; `None` if it does not run the release any more.
+async fn verify_machine(
+    platform: &Arc<Platform>,
+    rollout: &RolloutRow,
+    mut machine: MachineRow,
+) -> Result<Option<Vec<RolloutFinding>>, db::DbError> {
     let mut findings = Vec::new();
     for attempt in 0..ATTEMPTS {
         if attempt > 0 {
             tokio::time::sleep(RETRY_PAUSE).await;
+            // A newer heartbeat counts.
+            let Some(now) = reread(platform, rollout, &machine).await? else { return Ok(None) };
+            machine = now;
         }
-        findings = match site(platform, machine) {
-            Ok(site) => check_release(&site, async { database(machine) }).await,
+        findings = match site(platform, &machine) {
+            Ok(site) => check_release(&site, async { database(&machine) }).await,
             Err(error) => {
                 let what = format!("cannot connect to the host: {error:#}");
                 Findings::new("connection").problem(what, "svcctl status MACHINE").into_list()
@@ -93,7 +122,20 @@ async fn verify_machine(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<R
             break;
         }
     }
-    findings.into_iter().map(|found| finding(machine, found)).collect()
+    // A result counts only if the machine still runs the release.
+    let still = reread(platform, rollout, &machine).await?;
+    Ok(still.map(|machine| findings.into_iter().map(|found| finding(&machine, found)).collect()))
+}
+
+/// The machine's current row; `None` if it does not run the release any more.
+async fn reread(
+    platform: &Platform,
+    rollout: &RolloutRow,
+    machine: &MachineRow,
+) -> Result<Option<MachineRow>, db::DbError> {
+    let session = platform.db.session().await?;
+    let running = rollouts::list_running_release(&session, rollout, Some(machine.id)).await?;
+    Ok(read_rows(&session, running).await?.pop())
 }
 
 /// Whether the gateway uses the machine's own database: only the host can compare them, and its heartbeats report it.
@@ -156,6 +198,19 @@ fn timed_out(machine: &MachineRow) -> RolloutFinding {
     finding(machine, Finding { check: "verification", level: Level::Problem, what, next: None })
 }
 
+/// None of the machines that got the release runs it, so that nothing can be verified.
+fn gone(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
+    let version = &rollout.image_version;
+    let what = format!(
+        "none of the first machines runs {version} any more: they were rolled back, replaced, deleted or switched off"
+    );
+    let next = format!(
+        "svcctl status MACHINE; if it should run {version}, `svc-update apply --version {version} --allow-quarantined` on it, then \
+         `svcctl deploy resume`; otherwise `svcctl deploy abort`, and start a new rollout"
+    );
+    finding(machine, Finding { check: "release", level: Level::Problem, what, next: Some(next) })
+}
+
 /// Stores the result. A finding pauses the rollout, unless it has ended meanwhile.
 async fn store(
     platform: &Platform,
@@ -199,7 +254,8 @@ fn reason(verification: &RolloutVerification) -> String {
         named.map(|found| format!("{}: {}: {}", found.handle, found.check, found.what)).collect();
     let more = findings.len().saturating_sub(MAX_NAMED);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    untrusted_text::bounded(&format!("the verification failed: {}{more}", named.join("; ")))
+    let reason = format!("the verification failed: {}{more}", named.join("; "));
+    untrusted_text::bounded(&untrusted_text::one_line(&reason))
 }
 
 #[cfg(test)]
@@ -222,6 +278,12 @@ mod tests {
             findings: vec![found("icons")],
         };
         assert_eq!(reason(&verification), "the verification failed: ada: icons: it is broken");
+        // A host may report any text.
+        verification.findings[0].what = "it is\r\nresumed: all is well\u{1b}[2J".to_owned();
+        assert_eq!(
+            reason(&verification),
+            "the verification failed: ada: icons: it is; resumed: all is well\u{FFFD}[2J"
+        );
         verification.findings = ["shell", "icons", "schemas", "health", "route"].map(found).to_vec();
         assert!(reason(&verification).ends_with("ada: schemas: it is broken; and 2 more"));
     }
