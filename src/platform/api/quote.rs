@@ -42,12 +42,13 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
         let read = server_cost::read(platform, &request.server_type, &request.location, &fallback).await;
         // Only the cost of a new customer is confirmed.
         cost = if adds_customer { Some(read?) } else { read.ok() };
-        listed = Some(server_quota::count_listed(platform).await);
+        listed = Some(server_quota::count_listed(platform).await?);
     }
     let session = platform.db.session().await?;
     let servers = match listed {
-        Some(listed) => Some(server_quota::check_room(platform, &session, listed).await?),
         None => None,
+        Some(_) if existing.is_some() => Some(server_quota::count_used(&session, listed).await?),
+        Some(_) => Some(server_quota::check_room(platform, &session, listed).await?),
     };
     let config = &platform.config;
     let subscription = db::slots::find_subscription(&session, &request.user, &request.slot).await?;
