@@ -3,12 +3,17 @@
 //! A server is ordered with a public IPv4 address, and with neither volumes nor the provider's backups
 //! (`provider::hetzner`), so that nothing else of the provider's price list applies.
 
+use std::time::Duration;
+
 use crate::alarms;
 use crate::context::Platform;
 use svc_http::problem::{Code, Problem, chain};
 use svc_machine::name::{Location, ServerType};
 use svc_provider::{Amount, ServerPrices};
 use svc_wire::quote::{LocationCost, Price};
+
+/// Maximum duration of the read of prices, with its retries: an operator waits for it.
+const DEADLINE: Duration = Duration::from_secs(15);
 
 /// The cost of a server by the locations in which it may be created.
 #[derive(Debug, Clone)]
@@ -28,13 +33,20 @@ pub async fn read(
     location: &Location,
     fallback: &[Location],
 ) -> Result<ServerCost, Problem> {
-    let prices = match platform.provider.prices(server_type).await {
-        Ok(prices) => prices,
-        Err(error) => {
+    let unavailable = || {
+        let detail = "The provider's prices cannot be read, so no cost can be confirmed; try again.";
+        Problem::new(Code::Unavailable, detail).retry_after(5)
+    };
+    let prices = match tokio::time::timeout(DEADLINE, platform.provider.prices(server_type)).await {
+        Ok(Ok(prices)) => prices,
+        Ok(Err(error)) => {
             tracing::warn!(error = %chain(&error), "cannot read the provider's prices");
             alarms::raise_for_provider_error(platform, &error).await;
-            let detail = "The provider's prices cannot be read, so no cost can be confirmed; try again.";
-            return Err(Problem::new(Code::Unavailable, detail).retry_after(5));
+            return Err(unavailable());
+        }
+        Err(_) => {
+            tracing::warn!("the provider's prices were not read within {} s", DEADLINE.as_secs());
+            return Err(unavailable());
         }
     };
     cost(&prices, location, fallback).ok_or_else(|| {

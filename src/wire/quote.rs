@@ -107,7 +107,7 @@ pub struct ProvisionQuote {
     #[serde(default)]
     pub adds_customer: bool,
     /// With value-added tax, in the most expensive of the possible locations: the text of `confirmedMonthlyCost`.
-    /// `null` if no server would be created.
+    /// `null` if no server would be created, or if its price cannot be read and need not be confirmed.
     pub monthly_cost: Option<Text<Price>>,
     #[serde(default)]
     pub costs: Vec<LocationCost>,

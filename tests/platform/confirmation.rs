@@ -160,3 +160,16 @@ async fn cost_cannot_be_confirmed_while_prices_are_unknown() {
     stack.provider.clear_faults();
     assert_eq!(stack.post(&process, PROVISION, &confirmed("user_1", COST)).await.status, 202);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quote_that_needs_no_confirmation_does_not_need_prices() {
+    use kit::provider::{Fault, FaultRule};
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
+    let preview = json!({"idpUserId": "user_2", "handle": "bob", "kind": "preview"});
+    let quote = stack.post(&process, QUOTE, &preview).await;
+    assert_eq!(quote.status, 200, "{quote:?}");
+    assert_eq!((&quote.body["addsCustomer"], &quote.body["monthlyCost"]), (&json!(false), &Value::Null));
+}

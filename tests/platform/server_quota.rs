@@ -35,7 +35,18 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
     let again = stack.post(&process, PROVISION, &provision_body("user_1")).await;
     assert_eq!((again.status, again.body["machineId"].as_str()), (200, Some(guest.machine.as_str())));
 
-    let later = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "4")]);
+    // A failed machine is replaced, although no other server fits.
+    let failed =
+        stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "test"})).await;
+    assert_eq!(failed.status, 200, "{failed:?}");
+    let mut body = provision_body("user_1");
+    (body["allowEmpty"], body["acceptLoss"]) = (json!(true), json!(true));
+    let quote = stack.post(&process, "/vps/provision/quote", &body).await;
+    assert_eq!((quote.status, &quote.body["serverLimit"]), (200, &json!(3)), "{quote:?}");
+    let replaced = stack.post(&process, PROVISION, &body).await;
+    assert_eq!(replaced.status, 202, "{replaced:?}");
+
+    let later = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
     let free = bodies.iter().zip(&responses).find(|(_, response)| response.status != 202).unwrap().0;
     assert_eq!(stack.post(&later, PROVISION, free).await.status, 202);
 }

@@ -142,9 +142,10 @@ async fn provision(
         if existing.is_some() != plan.replaces {
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
         }
-        server_quota::ensure_room(platform, tx, plan.listed).await?;
         if let Some(failed) = &existing {
             restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
+        } else {
+            server_quota::ensure_room(platform, tx, plan.listed).await?;
         }
         let owner = db::slots::claim_handle(tx, &request.handle, &request.user).await?;
         if owner != request.user.as_str() {
@@ -177,7 +178,8 @@ struct ProvisionPlan {
     epoch_floor: Epoch,
     /// It replaces a failed machine.
     replaces: bool,
-    listed: ListedServers,
+    /// `None` if there is no limit, or it is not checked.
+    listed: Option<ListedServers>,
 }
 
 async fn prepare(
@@ -197,8 +199,9 @@ async fn prepare(
     let accepted = request.options.accept_loss && starts_as_requested;
     restorable::ensure_no_unknown_holder(platform, slot_key, existing, accepted).await?;
     let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
-    let listed = server_quota::count_for_limit(platform).await;
     let replaces = existing.is_some();
+    // A customer's failed machine is replaced even where no other server fits: its server is deleted afterwards.
+    let listed = if replaces { None } else { server_quota::count_for_limit(platform).await? };
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces, listed })
 }
 

@@ -34,17 +34,21 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
     let existing = provision::check_admission(platform, &session, request).await?;
     drop(session);
     let orders_server = existing.as_ref().is_none_or(|machine| machine.status == Status::Failed);
+    let adds_customer = request.adds_customer(existing.as_ref());
     let (mut image_version, mut cost, mut listed) = (None, None, None);
     if orders_server {
         image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
-        cost = Some(server_cost::read(platform, &request.server_type, &request.location, &fallback).await?);
-        listed = Some(server_quota::count_listed(platform).await);
+        let read = server_cost::read(platform, &request.server_type, &request.location, &fallback).await;
+        // Only the cost of a new customer is confirmed.
+        cost = if adds_customer { Some(read?) } else { read.ok() };
+        listed = Some(server_quota::count_listed(platform).await?);
     }
     let session = platform.db.session().await?;
     let servers = match listed {
-        Some(listed) => Some(server_quota::check_room(platform, &session, listed).await?),
         None => None,
+        Some(_) if existing.is_some() => Some(server_quota::count_used(&session, listed).await?),
+        Some(_) => Some(server_quota::check_room(platform, &session, listed).await?),
     };
     let config = &platform.config;
     let subscription = db::slots::find_subscription(&session, &request.user, &request.slot).await?;
@@ -62,7 +66,7 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
         image_version: image_version.map(Into::into),
         subscription: subscription.as_ref().map(Subscription::from),
         billing_enforced: config.provisioning.billing_enforcement == Flag::On,
-        adds_customer: request.adds_customer(existing.as_ref()),
+        adds_customer,
         existing: existing
             .map(|machine| ExistingMachine { machine_id: machine.id.into(), status: machine.status.into() }),
         monthly_cost: cost.as_ref().map(|cost| (&cost.highest).into()),

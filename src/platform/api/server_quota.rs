@@ -8,36 +8,61 @@ use serde_json::json;
 
 use crate::alarms::Alarm;
 use crate::context::Platform;
+use crate::db::servers::OwnServers;
 use crate::db::{self, DbError};
 use svc_http::problem::{Code, Problem, chain};
 
-/// Servers that the provider listed; `None` if it could not be asked.
+/// Servers that the provider listed.
 #[derive(Debug, Clone, Copy)]
-pub struct ListedServers(Option<u64>);
+pub struct ListedServers {
+    /// `None` if the provider could not be asked.
+    listed: Option<u64>,
+    /// The platform's servers that were recorded before the provider was asked.
+    recorded: u64,
+}
 
 /// Counts the servers in the project.
-pub async fn count_listed(platform: &Platform) -> ListedServers {
-    match platform.provider.count_servers().await {
-        Ok(servers) => ListedServers(Some(servers)),
+///
+/// # Errors
+/// [`DbError`].
+pub async fn count_listed(platform: &Platform) -> Result<ListedServers, DbError> {
+    let session = platform.db.session().await?;
+    let recorded = db::servers::count_own(&session).await?.existing;
+    drop(session);
+    let listed = match platform.provider.count_servers().await {
+        Ok(servers) => Some(servers),
         Err(error) => {
             tracing::warn!(error = %chain(&error), "cannot count the servers at the provider");
-            ListedServers(None)
+            None
         }
-    }
+    };
+    Ok(ListedServers { listed, recorded })
 }
 
 /// [`count_listed`], if a limit is set.
-pub async fn count_for_limit(platform: &Platform) -> ListedServers {
+///
+/// # Errors
+/// [`DbError`].
+pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServers>, DbError> {
     match platform.config.provider.server_limit {
-        Some(_) => count_listed(platform).await,
-        None => ListedServers(None),
+        Some(_) => count_listed(platform).await.map(Some),
+        None => Ok(None),
     }
 }
 
-/// The servers that exist or have been ordered. If the provider could not be asked, those of the platform's machines.
-async fn count_used(client: &impl GenericClient, listed: ListedServers) -> Result<u64, DbError> {
-    let own = db::servers::count_own(client).await?;
-    Ok(listed.0.unwrap_or(own.existing) + own.ordered)
+/// The servers that exist or have been ordered.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) -> Result<u64, DbError> {
+    Ok(used(listed, db::servers::count_own(client).await?))
+}
+
+/// Without a list, the servers of the platform's machines. Servers that were recorded since the list was requested may be
+/// missing in it: their orders are not counted any more, so they are.
+fn used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
+    let listed = listed.and_then(|list| Some(list.listed? + own.existing.saturating_sub(list.recorded)));
+    listed.unwrap_or_default().max(own.existing) + own.ordered
 }
 
 /// Ensures that one more server fits. Orders are counted one after another, so that two cannot take the last place.
@@ -47,7 +72,7 @@ async fn count_used(client: &impl GenericClient, listed: ListedServers) -> Resul
 pub async fn ensure_room(
     platform: &Platform,
     tx: &Transaction<'_>,
-    listed: ListedServers,
+    listed: Option<ListedServers>,
 ) -> Result<(), Problem> {
     if platform.config.provider.server_limit.is_some() {
         db::lock(tx, "provider servers").await?;
@@ -62,7 +87,7 @@ pub async fn ensure_room(
 pub async fn check_room(
     platform: &Platform,
     client: &impl GenericClient,
-    listed: ListedServers,
+    listed: Option<ListedServers>,
 ) -> Result<u64, Problem> {
     if db::alarms::get(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
         let detail = "The provider has refused a server because of the project's limit: raise the limit at the \
@@ -81,5 +106,29 @@ pub async fn check_room(
                 .with("serverLimit", json!(limit)))
         }
         _ => Ok(used),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn used_counts_servers_recorded_since_the_list() {
+        let own = |existing, ordered| OwnServers { existing, ordered };
+        let list = |listed, recorded| Some(ListedServers { listed, recorded });
+        for (listed, own, servers) in [
+            (None, own(2, 1), 3),
+            (list(None, 2), own(2, 1), 3),
+            // Three of the listed servers are not the platform's.
+            (list(Some(5), 2), own(2, 1), 6),
+            // An order became a server after the list.
+            (list(Some(5), 2), own(3, 0), 6),
+            // A server was deleted since then, or the list is incomplete.
+            (list(Some(5), 2), own(1, 0), 5),
+            (list(Some(1), 3), own(3, 0), 3),
+        ] {
+            assert_eq!(used(listed, own), servers, "{listed:?} {own:?}");
+        }
     }
 }

@@ -24,8 +24,8 @@ use self::wire::{
     OneAction, OneServer,
 };
 use super::{
-    Action, ActionId, Allowance, Created, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId,
-    ServerOrder, ServerPrices, ServerTypeInfo,
+    Action, ActionId, Allowance, Cause, Created, Deleted, ErrorKind, Provider, ProviderError, Server,
+    ServerId, ServerOrder, ServerPrices, ServerTypeInfo,
 };
 use svc_machine::name::{Location, ServerType};
 
@@ -185,9 +185,11 @@ impl Provider for Hetzner {
     }
 
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
-        let response: PricingResponse =
-            self.connection.json(Call::get("get prices", "/pricing", &[])).await?;
-        Ok(response.prices_of(name))
+        let call = "get prices";
+        let response: PricingResponse = self.connection.json(Call::get(call, "/pricing", &[])).await?;
+        response.prices_of(name).map_err(|source| {
+            ProviderError::new(call, ErrorKind::Transient, Cause::Unreadable { status: 200, source })
+        })
     }
 
     async fn count_servers(&self) -> Result<u64, ProviderError> {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 
 use super::super::price::{Amount, ServerPrices};
 use svc_machine::name::ServerType;
@@ -25,14 +26,17 @@ struct Pricing {
 #[derive(Deserialize)]
 struct TypePrices {
     name: String,
-    prices: Vec<LocationPrice>,
+    /// Read only of the wanted type: a mistake in the list of another one must not hide its price.
+    #[serde(default)]
+    prices: Value,
 }
 
 #[derive(Deserialize)]
 struct AddressPrices {
     #[serde(rename = "type")]
     kind: String,
-    prices: Vec<LocationPrice>,
+    #[serde(default)]
+    prices: Value,
 }
 
 #[derive(Deserialize)]
@@ -50,21 +54,25 @@ struct Price {
 }
 
 impl PricingResponse {
-    pub(super) fn prices_of(self, name: &ServerType) -> ServerPrices {
+    /// # Errors
+    /// If a price of this type, or of an IPv4 address, cannot be read.
+    pub(super) fn prices_of(self, name: &ServerType) -> Result<ServerPrices, serde_json::Error> {
         let Pricing { currency, server_types, primary_ips } = self.pricing;
-        let servers = server_types.into_iter().find(|known| known.name == name.as_str());
+        let server = server_types.into_iter().find(|known| known.name == name.as_str());
         let public_ipv4 = primary_ips.into_iter().find(|known| known.kind == "ipv4");
-        ServerPrices {
+        Ok(ServerPrices {
             currency,
-            servers: by_location(servers.map(|known| known.prices).unwrap_or_default()),
-            public_ipv4: by_location(public_ipv4.map(|known| known.prices).unwrap_or_default()),
-        }
+            servers: by_location(server.map(|known| known.prices))?,
+            public_ipv4: by_location(public_ipv4.map(|known| known.prices))?,
+        })
     }
 }
 
-fn by_location(prices: Vec<LocationPrice>) -> BTreeMap<String, Amount> {
+fn by_location(prices: Option<Value>) -> Result<BTreeMap<String, Amount>, serde_json::Error> {
+    let Some(prices) = prices else { return Ok(BTreeMap::new()) };
+    let prices: Vec<LocationPrice> = serde_json::from_value(prices)?;
     let amount = |price: Price| Amount { net_micros: price.net, gross_micros: price.gross };
-    prices.into_iter().map(|price| (price.location, amount(price.price_monthly))).collect()
+    Ok(prices.into_iter().map(|price| (price.location, amount(price.price_monthly))).collect())
 }
 
 fn currency<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
@@ -108,13 +116,13 @@ mod tests {
     #[test]
     fn prices_of_a_type_are_exact() {
         let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
-        let prices = response.prices_of(&"cpx22".parse().unwrap());
+        let prices = response.prices_of(&"cpx22".parse().unwrap()).unwrap();
         assert_eq!(prices.currency, "EUR");
         let server = Amount { net_micros: 7_990_000, gross_micros: 9_508_100 };
         assert_eq!(prices.servers, BTreeMap::from([("nbg1".to_owned(), server)]));
         assert_eq!(prices.public_ipv4["nbg1"], Amount { net_micros: 500_000, gross_micros: 595_000 });
         let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
-        assert!(response.prices_of(&"cpx52".parse().unwrap()).servers.is_empty());
+        assert!(response.prices_of(&"cpx52".parse().unwrap()).unwrap().servers.is_empty());
     }
 
     #[test]
@@ -137,9 +145,18 @@ mod tests {
     }
 
     #[test]
-    fn response_with_an_invalid_amount_is_refused() {
+    fn invalid_amount_is_refused_only_for_the_wanted_type() {
+        let read = |text: &str, name: &str| {
+            let response: PricingResponse = serde_json::from_str(text)?;
+            response.prices_of(&name.parse().unwrap())
+        };
         for (valid, invalid) in [("9.5081000000000000", "free"), ("\"EUR\"", "\"euro\"")] {
-            assert!(serde_json::from_str::<PricingResponse>(&RESPONSE.replace(valid, invalid)).is_err());
+            assert!(read(&RESPONSE.replace(valid, invalid), "cpx22").is_err());
         }
+        let broken =
+            r#""cpx12", "prices": [{"location": "nbg1", "price_monthly": {"net": "free", "gross": 1}}]"#;
+        let response = RESPONSE.replace(r#""cpx12", "prices": []"#, broken);
+        assert!(read(&response, "cpx12").is_err());
+        assert_eq!(read(&response, "cpx22").unwrap().servers.len(), 1);
     }
 }
