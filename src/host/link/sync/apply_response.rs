@@ -65,10 +65,10 @@ pub fn apply_response(
         let keys = keys.keys.into_iter().map(|wire::ProofKey { kid, x }| ProofKey { kid, x });
         store_proof_keys(&config.layout, &ProofKeys { keys: keys.collect() })?;
     }
-    if let Some(settings) = &response.certificate {
-        if let Err(error) = certificate::store_settings(&config.layout, settings) {
-            tracing::error!(error = %chain(&error), "could not store the settings of the certificate");
-        }
+    if let Some(settings) = &response.certificate
+        && let Err(error) = certificate::store_settings(&config.layout, settings)
+    {
+        tracing::error!(error = %chain(&error), "could not store the settings of the certificate");
     }
     // The current token remains valid, so an error does not stop the rest of the response.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
