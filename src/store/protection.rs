@@ -26,7 +26,7 @@ pub struct Protection {
 /// Reads both settings, with one request each.
 ///
 /// # Errors
-/// [`RequestError`] if the store does not respond.
+/// The store does not respond.
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::GET, "?versioning=", &[], b"").await?;
