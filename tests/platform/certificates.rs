@@ -171,7 +171,7 @@ async fn missing_certificate_is_named_before_and_after_verification() {
     let reasons = |fleet: &Value| fleet["attention"][0]["reasons"].clone();
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["certificates"]["missingHandles"], json!(["h-user-1"]));
-    assert_eq!(reasons(&fleet), Value::Null, "nobody needs it yet");
+    assert_eq!(reasons(&fleet), Value::Null, "the certificate is not required yet");
     assert!(installation.is_reached(&process, &guest.machine).await);
 
     process.kill();

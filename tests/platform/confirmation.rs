@@ -128,7 +128,7 @@ async fn price_that_changed_since_it_was_shown_is_refused() {
     let repeat = request.try_clone().unwrap();
     let first = stack.send(request).await;
     assert_eq!(first.status, 202, "{first:?}");
-    // A repeat of the same request gets the first response, whatever the price is now.
+    // A repeat of the same request gets the first response, even if the price has changed.
     stack.provider.set_price_percent(120);
     let again = stack.send(repeat).await;
     assert_eq!((again.status, again.body), (202, first.body));

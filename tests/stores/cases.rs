@@ -206,7 +206,7 @@ pub async fn interrupted_download_resumes_on_the_same_version(stage: &Stage) -> 
 
 pub async fn outage_is_never_an_absence(stage: &Stage) -> Result<Support> {
     let key = Path::from("user_1/there");
-    ensure!(stage.bucket.head(&key).await?.is_none(), "an object that nobody stored");
+    ensure!(stage.bucket.head(&key).await?.is_none(), "an object that was never stored");
     stage.bucket.put(&key, &b"x"[..]).await?;
     stage.server.fault(Rule::new(Fault::Status(503)).key("user_1/there").always());
     let failed = stage.bucket.get(&key, 10).await;

@@ -10,7 +10,7 @@ use kit::skip;
 
 use crate::cargo;
 
-/// What the tests are told: where they report skipped tests and figures, and the address of the run's database server.
+/// Environment variables of the tests: the files for skipped tests and figures, and the address of the database server.
 type Variables = Vec<(&'static str, OsString)>;
 
 /// Runs the tests whose names contain a filter (default: all), and lists those that were skipped. `long` adds the
