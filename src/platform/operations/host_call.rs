@@ -34,6 +34,7 @@ const CALL_DEADLINES: Deadlines = Deadlines {
     idle: Duration::from_secs(6),
 };
 
+const PROOF_SECONDS: i64 = 30;
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 /// A daily report of one year takes about 40 KiB; a report by user has one entry per user and channel.
 const MAX_USAGE_BYTES: usize = 1 << 20;
@@ -286,6 +287,16 @@ async fn send(
 }
 
 fn claims(machine: &MachineRow, request: &HostRequest) -> Claims {
+    Claims {
+        method: Some(request.method.to_string()),
+        path: Some(request.path.to_owned()),
+        jti: Some(uuid::Uuid::new_v4().simple().to_string()),
+        ..claims_for(machine, Route::Internal)
+    }
+}
+
+/// The claims of a proof for any request to this route of a machine, from now on.
+pub fn claims_for(machine: &MachineRow, route: Route) -> Claims {
     let now = Timestamp::now().as_second();
     Claims {
         iss: proof::ISSUER.to_owned(),
@@ -293,12 +304,12 @@ fn claims(machine: &MachineRow, request: &HostRequest) -> Claims {
         sub: machine.user.clone(),
         handle: machine.handle.clone(),
         slot: machine.slot.clone(),
-        route: Route::Internal,
+        route,
         app: None,
-        method: Some(request.method.to_string()),
-        path: Some(request.path.to_owned()),
-        jti: Some(uuid::Uuid::new_v4().simple().to_string()),
+        method: None,
+        path: None,
+        jti: None,
         iat: now,
-        exp: now + 30,
+        exp: now + PROOF_SECONDS,
     }
 }

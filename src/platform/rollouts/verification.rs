@@ -9,7 +9,6 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 use futures_util::StreamExt;
 use http::{HeaderName, HeaderValue};
-use jiff::Timestamp;
 use serde_json::json;
 
 use crate::alarms::{self, Alarm};
@@ -20,7 +19,7 @@ use crate::db::{self, audit};
 use crate::operations::host_call;
 use svc_base::diagnosis::{Finding, Findings, Level};
 use svc_base::untrusted_text;
-use svc_http::proof::{self, Claims, Route};
+use svc_http::proof::{self, Route};
 use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_verify::{CHECK_TIMEOUT, Credential, Site, TIMEOUTS, check_release};
@@ -37,8 +36,6 @@ const RETRY_PAUSE: Duration = Duration::from_secs(5);
 const LIMIT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 10);
 /// Lifetime of the claim, which must exceed [`LIMIT`].
 pub const CLAIM: Duration = Duration::from_secs(LIMIT.as_secs() + 60);
-/// Lifetime of a proof, of which each request has its own.
-const PROOF_SECONDS: i64 = 30;
 /// Findings that the rollout's reason names.
 const MAX_NAMED: usize = 3;
 
@@ -157,29 +154,11 @@ fn site(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<Site> 
     let (platform, machine) = (Arc::clone(platform), machine.clone());
     let sign = move || {
         let keys = platform.keys.borrow();
-        let proof = keys.signer_for(&machine.proof_kids).sign(&claims(&machine));
+        let proof = keys.signer_for(&machine.proof_kids).sign(&host_call::claims_for(&machine, Route::Shell));
         HeaderValue::from_str(&proof).unwrap_or_else(|_| HeaderValue::from_static(""))
     };
     let header = HeaderName::from_static(proof::HEADER);
     Ok(Site::direct(client, base, Credential::Signed(header, Box::new(sign))))
-}
-
-fn claims(machine: &MachineRow) -> Claims {
-    let now = Timestamp::now().as_second();
-    Claims {
-        iss: proof::ISSUER.to_owned(),
-        aud: machine.id,
-        sub: machine.user.clone(),
-        handle: machine.handle.clone(),
-        slot: machine.slot.clone(),
-        route: Route::Shell,
-        app: None,
-        method: None,
-        path: None,
-        jti: None,
-        iat: now,
-        exp: now + PROOF_SECONDS,
-    }
 }
 
 fn finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
