@@ -39,8 +39,9 @@ impl World {
         stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/{DUMP}"), "dump");
         let keys = deploy::public_key();
         let mut more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
-        // One host sends thousands of calls; platform::rates covers the limit.
+        // One host and one operator send thousands of calls; platform::rates covers the limits.
         more.push(("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"));
+        more.push(("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "0"));
         let process = stack.start_platform_with(&more);
         let runs = stack.start_machine(&process, "user_1").await;
         let provisioned = stack.provision(&process, "user_2").await;
