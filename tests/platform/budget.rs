@@ -43,7 +43,7 @@ async fn processes_share_the_provider_rate_without_refusals() {
 async fn rate_refusal_of_one_process_applies_to_all() {
     let stack = Stack::start().await;
     let quiet = [("RECONCILE_SECONDS", "600")];
-    let (one, two) = (stack.start_platform_with(&quiet), stack.start_platform_with(&quiet));
+    let one = stack.start_platform_with(&quiet);
     stack.start_machine(&one, "user_1").await;
     // Much longer than the check below takes, even on a stalled machine. The provider reports whole seconds, so up to
     // one second is lost.
@@ -63,11 +63,12 @@ async fn rate_refusal_of_one_process_applies_to_all() {
             (before, quiet_since) = (calls, std::time::Instant::now());
         }
     }
-    let started = std::time::Instant::now();
-    // The other process has not called for a while, and has work now.
+    // A process that starts now has reserved no calls before the refusal.
+    let two = stack.start_platform_with(&quiet);
     stack.subscribe(&two, "user_3").await;
     stack.provision(&two, "user_3").await;
-    while started.elapsed() < std::time::Duration::from_millis(1500) {
+    let provisioned = std::time::Instant::now();
+    while provisioned.elapsed() < std::time::Duration::from_millis(1500) {
         let calls = stack.provider.calls().split_off(before);
         assert!(calls.is_empty(), "calls while the budget is exhausted: {calls:?}");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
