@@ -90,8 +90,38 @@ async fn script_names_each_confirmation_and_sees_the_cost() {
     let platform = Platform::start([quoted(), accepted()]).await;
     let output = platform.svcctl(&PROVISION).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stderr(&output).contains("warning: a rollback was not exercised"), "{}", stderr(&output));
+    for part in ["at 10.1031 EUR a month (cpx22 in nbg1)", "warning: a rollback was not exercised"] {
+        assert!(stderr(&output).contains(part), "{part}: {}", stderr(&output));
+    }
     assert_eq!(sent(&platform)[0]["confirmedMonthlyCost"], "10.1031 EUR");
+}
+
+#[tokio::test]
+async fn confirmed_cost_is_accepted_up_to_its_limit() {
+    let mut several = quote();
+    let mut ash = several["costs"][0].clone();
+    ash["location"] = json!("ash");
+    several["costs"].as_array_mut().unwrap().push(ash);
+    for (limit, exit) in [
+        ("10.1031 EUR", 0),
+        ("12.00EUR", 0),
+        ("10.10 EUR", 65),
+        ("12.00 USD", 65),
+        ("12", 64),
+        ("12.00", 64),
+        ("cheap", 64),
+    ] {
+        let platform = Platform::start([Reply::Json(200, several.clone()), accepted()]).await;
+        let limit_option = format!("--confirm-cost={limit}");
+        let args = ["provision", "user_1", "--handle", "ada", &limit_option, "--confirm-opt-in"];
+        let output = platform.svcctl(&args).await;
+        assert_eq!(output.status.code(), Some(exit), "{limit}: {}", stderr(&output));
+        assert_eq!(sent(&platform).len(), usize::from(exit == 0), "{limit}");
+        if exit != 64 {
+            let cost = "up to 10.1031 EUR a month (cpx22 in nbg1 or ash)";
+            assert!(stderr(&output).contains(cost), "{limit}: {}", stderr(&output));
+        }
+    }
 }
 
 #[tokio::test]

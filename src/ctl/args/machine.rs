@@ -9,6 +9,7 @@ use super::Wait;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::Status;
+use svc_wire::quote::{InvalidPrice, Price};
 
 /// A machine, as an operator names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,6 +72,27 @@ impl fmt::Display for Target {
     }
 }
 
+/// The highest monthly cost that `--confirm-cost` accepts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CostLimit {
+    Any,
+    AtMost(Price),
+}
+
+impl FromStr for CostLimit {
+    type Err = InvalidPrice;
+
+    /// An empty text is no limit. The space before the currency may be omitted.
+    fn from_str(text: &str) -> Result<Self, InvalidPrice> {
+        if text.is_empty() {
+            return Ok(Self::Any);
+        }
+        let amount = text.trim_end_matches(|letter: char| letter.is_ascii_uppercase());
+        let currency = &text[amount.len()..];
+        format!("{} {currency}", amount.trim_end()).parse().map(Self::AtMost)
+    }
+}
+
 #[derive(Debug, ClapArgs)]
 pub struct Provision {
     /// The user's id at the identity provider
@@ -104,9 +126,10 @@ pub struct Provision {
     /// Start empty although an earlier machine of the slot served and left no snapshot: its data is abandoned
     #[arg(long)]
     pub allow_empty: bool,
-    /// Accept the monthly cost of a new customer's server, without a prompt
-    #[arg(long)]
-    pub confirm_cost: bool,
+    /// Accept the monthly cost of a new customer's server without a prompt, up to a limit such as '12.00 EUR' if one is
+    /// given
+    #[arg(long, value_name = "LIMIT", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    pub confirm_cost: Option<CostLimit>,
     /// Confirm that a new customer has explicitly opted in, without a prompt
     #[arg(long)]
     pub confirm_opt_in: bool,

@@ -21,7 +21,7 @@ use url::Url;
 pub use self::deploy::{DeployCommand, RolloutTarget, Start};
 pub use self::diagnostics::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{
-    Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume, Target,
+    CostLimit, Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume, Target,
     Undelete,
 };
 pub use self::operation::{Operation, OperationCommand};

@@ -7,14 +7,15 @@ use serde_json::{Map, Value, json};
 use super::machine::{allow, finish, insert, insert_list, object, slot_data_at_risk};
 use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
-use crate::args::Provision;
+use crate::args::{CostLimit, Provision};
 use crate::confirm;
 use crate::out::Out;
 use crate::show::View;
 use crate::show::quote as shown;
 use svc_base::applet::{Exit, Failure};
 use svc_wire::change::ProvisionedMachine;
-use svc_wire::quote::ProvisionQuote;
+use svc_wire::quote::{Price, ProvisionQuote};
+use svc_wire::text::Text;
 
 const WORD: &str = "yes";
 
@@ -78,27 +79,31 @@ async fn quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiR
 /// Asks for the confirmations that no option gives, if the provision adds a customer.
 fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
     let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
-    let warnings = quote.map(shown::warnings).unwrap_or_default();
     if !adds_customer {
         return Ok(());
     }
-    let (cost, opt_in) = (!args.confirm_cost, !args.confirm_opt_in);
-    let missing: Vec<_> = [("--confirm-cost", cost), ("--confirm-opt-in", opt_in)]
-        .into_iter()
-        .filter_map(|(option, is_missing)| is_missing.then_some(option))
-        .collect();
     let price = match quote {
         Some(quote) => shown::cost(quote),
         None => "a cost that this platform's release does not report".to_owned(),
     };
     let what = format!("This adds the customer {} (slot {}), at {price}.", args.user, args.slot);
-    if confirm::is_required_without(&what, &missing)? {
-        match quote {
-            Some(quote) => eprint!("{}", shown::show(&View::of_stdout(), quote)),
-            None => eprintln!("{what}"),
+    let accepted = args.confirm_cost.as_ref();
+    if let Some(CostLimit::AtMost(limit)) = accepted {
+        check_cost(&what, quote.and_then(|quote| quote.monthly_cost.as_ref()), limit)?;
+    }
+    let (cost, opt_in) = (accepted.is_none(), !args.confirm_opt_in);
+    let missing: Vec<_> = [("--confirm-cost", cost), ("--confirm-opt-in", opt_in)]
+        .into_iter()
+        .filter_map(|(option, is_missing)| is_missing.then_some(option))
+        .collect();
+    let is_prompted = confirm::is_required_without(&what, &missing)?;
+    match quote {
+        Some(quote) if is_prompted => eprint!("{}", shown::show(&View::of_stdout(), quote)),
+        _ => {
+            eprintln!("{what}");
+            let warnings = quote.map(shown::warnings).unwrap_or_default();
+            warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
         }
-    } else {
-        warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     }
     if cost {
         confirm::prompt(&format!("\nThe monthly cost is accepted: {price}."), WORD)?;
@@ -107,4 +112,20 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
         confirm::prompt(&format!("\nThe customer {} has explicitly opted in.", args.user), WORD)?;
     }
     Ok(())
+}
+
+/// # Errors
+/// [`Exit::Refused`] if the cost is above the limit of `--confirm-cost`, in another currency, or not known.
+fn check_cost(what: &str, cost: Option<&Text<Price>>, limit: &Price) -> Result<(), Failure> {
+    let cost = cost.and_then(|cost| cost.as_str().parse::<Price>().ok());
+    match cost {
+        Some(cost) if cost.currency == limit.currency && cost.micros <= limit.micros => Ok(()),
+        _ => {
+            let error = anyhow!(
+                "{what} --confirm-cost accepts at most {limit}; nothing was done\n  next: accept the cost that \
+                 `svcctl provision --dry-run` shows"
+            );
+            Err(Failure::new(Exit::Refused, error))
+        }
+    }
 }

@@ -6,10 +6,18 @@ use super::{Colour, View};
 use svc_wire::fleet::{Exercise, Exercises};
 use svc_wire::quote::{LocationCost, ProvisionQuote};
 
-/// The cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)`.
+/// The cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)`, or with several locations
+/// `up to 11.90 EUR a month (cpx22 in nbg1 or ash)`.
 pub fn cost(quote: &ProvisionQuote) -> String {
     let cost = quote.monthly_cost.as_ref().map_or("no cost", |cost| cost.as_str());
-    format!("{cost} a month ({} in {})", quote.server_type, quote.location)
+    let (limit, locations) = match &quote.costs[..] {
+        several @ [_, _, ..] => {
+            let names: Vec<_> = several.iter().map(|cost| cost.location.as_str()).collect();
+            ("up to ", names.join(" or "))
+        }
+        _ => ("", quote.location.to_string()),
+    };
+    format!("{limit}{cost} a month ({} in {locations})", quote.server_type)
 }
 
 pub fn show(view: &View, quote: &ProvisionQuote) -> String {
