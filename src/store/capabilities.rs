@@ -1,6 +1,6 @@
 //! What an object store can do, found out by trying it: each capability with what does not work without it.
 //!
-//! It writes only temporary objects below [`PREFIX`] and deletes them again. Sessions of hosts are not part of it, because
+//! It writes only temporary objects below [`RUN_PREFIX`] and deletes them again. Sessions of hosts are not part of it, because
 //! only the platform requests them.
 
 mod objects;
@@ -16,7 +16,7 @@ use object_store::path::Path;
 
 use super::bucket::{Bucket, StoreError};
 use super::config::StoreConfig;
-use super::parallel_probe::{self, Exactness, PREFIX};
+use super::parallel_probe::{self, Exactness, RUN_PREFIX};
 use super::protection::{self, Setting};
 use svc_base::chain::chain;
 
@@ -26,7 +26,7 @@ pub enum Need {
     /// Without it, data can be lost: the store must not be used.
     Required,
     /// It protects against something that also has another guard, or makes work faster.
-    Wanted,
+    Recommended,
     /// svc does not use it; it is reported because other tools on the bucket may.
     Unused,
 }
@@ -41,8 +41,8 @@ pub struct Capability {
 }
 
 impl Capability {
-    /// Whether a directory, which has no requests and no credentials, is excused.
-    pub fn is_only_of_servers(&self) -> bool {
+    /// Whether it cannot be tried on a directory, which has neither requests nor credentials.
+    pub fn applies_only_to_servers(&self) -> bool {
         [CHECKSUMS, SIGNATURES].contains(self)
     }
 }
@@ -87,7 +87,7 @@ pub const CREATE_ONCE_IN_PARALLEL: Capability = Capability {
 };
 pub const REPLACE_IN_PARALLEL: Capability = Capability {
     name: "of several writers at a time, one replaces a version",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "The snapshot pointer is safe, because its log only creates objects; releases without that log are not.",
 };
 pub const CURRENT_READS: Capability = Capability {
@@ -97,12 +97,12 @@ pub const CURRENT_READS: Capability = Capability {
 };
 pub const CURRENT_LISTS: Capability = Capability {
     name: "a list shows new objects, and no deleted ones, at once",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "`svcctl backup list` can miss the newest snapshot, and a check after a backup can fail.",
 };
 pub const RANGES: Capability = Capability {
     name: "a range of one version can be read (`Range` with `If-Match`)",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "A download that was interrupted cannot resume, or could mix two versions.",
 };
 pub const UPLOADS: Capability = Capability {
@@ -112,22 +112,22 @@ pub const UPLOADS: Capability = Capability {
 };
 pub const UPLOAD_ONCE: Capability = Capability {
     name: "an upload in parts creates an object only if there is none",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "Stolen credentials of a host can overwrite a snapshot; hosts themselves never do.",
 };
 pub const CHECKSUMS: Capability = Capability {
     name: "a body that does not match its SHA-256 is refused",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "A snapshot that was damaged on its way is stored; the host finds it when it reads the snapshot back.",
 };
 pub const SIGNATURES: Capability = Capability {
     name: "a request with a wrong secret key is refused",
-    need: Need::Wanted,
+    need: Need::Required,
     without: "Everyone who reaches the endpoint can read and delete every snapshot.",
 };
 pub const VERSIONING: Capability = Capability {
     name: "the bucket can keep overwritten and deleted objects (versioning)",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "An object that is overwritten or deleted is gone.",
 };
 pub const CONDITIONAL_COPY: Capability = Capability {
@@ -214,19 +214,19 @@ fn exactness(seen: Exactness) -> Support {
 }
 
 /// `Some` is what the store did instead.
-type Tried = Result<Option<String>, StoreError>;
+type Outcome = Result<Option<String>, StoreError>;
 
 fn support(instead: Option<String>) -> Support {
     instead.map_or(Support::Yes, Support::No)
 }
 
-async fn settle(tried: impl Future<Output = Tried>) -> Support {
+async fn settle(tried: impl Future<Output = Outcome>) -> Support {
     tried.await.map_or_else(|error| Support::Unknown(chain(&error)), support)
 }
 
 /// The key of a temporary object, below its own folder.
 fn temporary_key(name: &str) -> Path {
-    Path::from(format!("{PREFIX}/{}/{name}", uuid::Uuid::new_v4()))
+    Path::from(format!("{}/{}/{name}", *RUN_PREFIX, uuid::Uuid::new_v4()))
 }
 
 /// Deletes a temporary object; a failure leaves a few bytes.
@@ -260,7 +260,7 @@ mod tests {
             match support {
                 // Memory has no requests, and completes every upload.
                 Support::Unknown(why) => {
-                    assert!(capability.is_only_of_servers(), "{}: {why}", capability.name);
+                    assert!(capability.applies_only_to_servers(), "{}: {why}", capability.name);
                 }
                 Support::No(_) => assert_eq!(capability, UPLOAD_ONCE),
                 Support::Yes => {}

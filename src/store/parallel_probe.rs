@@ -1,6 +1,7 @@
 //! Probes whether the store honours conditional writes of concurrent writers. A store may refuse a later second writer, but
 //! accept two concurrent ones.
 
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -10,8 +11,10 @@ use serde_json::json;
 
 use super::bucket::{Bucket, Condition, StoreError};
 
-/// Prefix of the probe's objects; not a valid user name.
+/// Prefix of all probes' objects; not a valid user name.
 pub const PREFIX: &str = "system-doctor";
+/// Prefix of the objects of this process, because other processes may probe the same store at the same time.
+pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));
 const WRITERS: usize = 6;
 /// Rounds of each kind. A store that accepts two writers in half of the rounds passes one time in 256.
 const ROUNDS: usize = 8;
@@ -82,7 +85,7 @@ pub async fn run_rounds(bucket: &Bucket, max: usize, deadline: Duration) -> Resu
     let end = Instant::now() + deadline;
     let mut seen = Findings { create: Exactness::Exact, replace: Exactness::Exact, rounds: 0 };
     while seen.rounds < max {
-        let key = Path::from(format!("{PREFIX}/{}.json", uuid::Uuid::new_v4()));
+        let key = Path::from(format!("{}/{}.json", *RUN_PREFIX, uuid::Uuid::new_v4()));
         let left = end.saturating_duration_since(Instant::now());
         let round = bucket.within(&key, left, round(bucket, &key)).await;
         // Best effort: a failed deletion leaves a few bytes.

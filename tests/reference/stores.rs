@@ -71,7 +71,7 @@ async fn probe(kind: StoreKind) -> Vec<Probed> {
 fn need(need: Need) -> &'static str {
     match need {
         Need::Required => "needs it",
-        Need::Wanted => "uses it",
+        Need::Recommended => "uses it",
         Need::Unused => "does not use it",
     }
 }

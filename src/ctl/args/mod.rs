@@ -21,8 +21,8 @@ use url::Url;
 pub use self::deploy::{DeployCommand, RolloutTarget, Start};
 pub use self::diagnostics::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{
-    CostLimit, Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume, Target,
-    Undelete,
+    CostLimit, Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume,
+    Target, Undelete,
 };
 pub use self::operation::{Operation, OperationCommand};
 pub use self::operator::{Audit, OperatorCommand, TokenOptions};

@@ -14,7 +14,7 @@ use object_store::ObjectStoreExt;
 
 pub const SESSIONS: Capability = Capability {
     name: "STS gives sessions with a policy (`AssumeRole`)",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "Hosts need `STORE_HOST_CREDENTIALS=static`: each of them can read, overwrite and delete every slot.",
 };
 pub const SESSION_KEYS: Capability = Capability {
@@ -24,7 +24,7 @@ pub const SESSION_KEYS: Capability = Capability {
 };
 pub const SESSION_WRITE_ONCE: Capability = Capability {
     name: "a session's policy can forbid overwriting (`s3:if-none-match`)",
-    need: Need::Wanted,
+    need: Need::Recommended,
     without: "`STORE_WRITE_ONCE` must be off: stolen credentials of a host can overwrite its slot's snapshots.",
 };
 

@@ -1,9 +1,10 @@
 //! The object store: whether it can do what svc relies on. Without conditional puts, two hosts could both believe that they
 //! hold the pointer.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::TryStreamExt;
+use futures_util::future::ready;
 use object_store::path::Path;
 
 use super::sessions;
@@ -14,7 +15,7 @@ use svc_base::diagnosis::Findings;
 use svc_store::bucket::{Bucket, StoreError};
 use svc_store::capabilities::{self, Need, Probed, Support};
 use svc_store::config::StoreConfig;
-use svc_store::parallel_probe::{self, PREFIX as PROBES};
+use svc_store::parallel_probe::{self, PREFIX, RUN_PREFIX};
 use svc_store::policy::SnapshotWrites;
 use svc_store::protection::{self, Setting};
 
@@ -22,6 +23,8 @@ const ADVICE: &str = "check that it is running, OBJECT_STORE_URL, OBJECT_STORE_E
 const OTHER_STORE: &str = "use a store that can do this; docs/operating/stores.md compares some";
 /// Rounds of a slow store that do not fit are left out.
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);
+/// After this time the check of another process has certainly ended.
+const MAX_DURATION: Duration = Duration::from_secs(3600);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("store");
@@ -40,6 +43,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         }
         Err(error) => return findings.problem(chain(&error), ADVICE),
     };
+    let report = |findings, probed: &Probed| report(findings, probed, &config.store);
     let findings = conditions.iter().fold(findings, report);
     if !findings.is_empty() {
         return findings;
@@ -64,27 +68,40 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         }
         Ok(count) => findings.warning(
             format!("{count} temporary objects of this check could not be deleted"),
-            format!("the key's right to delete; then delete what is below {PROBES}/ manually"),
+            format!("the key's right to delete; then delete what is below {PREFIX}/ manually"),
         ),
         Err(error) => findings.problem(format!("cannot list it: {}", chain(&error)), ADVICE),
     }
 }
 
+/// The objects that this process or an earlier one left. Those of a process that may still run do not count.
 async fn remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error> {
-    bucket.raw().list(Some(&Path::from(PROBES))).try_fold(0, async |count, _| Ok(count + 1)).await
+    let own = Path::from(RUN_PREFIX.as_str());
+    let ended = SystemTime::now() - MAX_DURATION;
+    let objects = bucket.raw().list(Some(&Path::from(PREFIX)));
+    objects
+        .try_filter(|object| {
+            ready(object.location.prefix_matches(&own) || SystemTime::from(object.last_modified) < ended)
+        })
+        .try_fold(0, async |count, _| Ok(count + 1))
+        .await
 }
 
-fn report(findings: Findings, probed: &Probed) -> Findings {
+fn report(findings: Findings, probed: &Probed, store: &StoreConfig) -> Findings {
     let Probed { capability, support } = probed;
     match (support, capability.need) {
         (Support::Yes, _) | (_, Need::Unused) => findings,
         (Support::No(instead), Need::Required) => {
             findings.problem(what_is_missing(capability.name, instead, capability.without), OTHER_STORE)
         }
-        (Support::No(instead), Need::Wanted) => {
+        (Support::No(instead), Need::Recommended) => {
             findings.warning(what_is_missing(capability.name, instead, capability.without), OTHER_STORE)
         }
-        (Support::Unknown(_), _) if capability.is_only_of_servers() => findings,
+        (Support::Unknown(_), _)
+            if capability.applies_only_to_servers() && matches!(store, StoreConfig::Directory(_)) =>
+        {
+            findings
+        }
         (Support::Unknown(why), _) => {
             findings.warning(format!("not tested: {}: {why}", plain(capability.name)), ADVICE)
         }
@@ -214,5 +231,24 @@ async fn check_write_once(
         Support::Unknown(why) => {
             findings.problem(format!("STORE_WRITE_ONCE=on, and its effect could not be tested: {why}"), next)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use svc_base::config::Env;
+
+    #[test]
+    fn only_a_directory_is_excused_from_what_servers_are_tested_for() {
+        let probed = Probed::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
+        let store = |url| {
+            let pairs =
+                [("OBJECT_STORE_URL", url), ("AWS_ACCESS_KEY_ID", "k"), ("AWS_SECRET_ACCESS_KEY", "s")];
+            StoreConfig::read(&mut Env::from_pairs(pairs)).unwrap()
+        };
+        let is_reported = |url| !report(Findings::new("store"), &probed, &store(url)).is_empty();
+        assert!(is_reported("s3://bucket"));
+        assert!(!is_reported("file:///tmp/store"));
     }
 }

@@ -7,7 +7,7 @@ use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectStoreExt};
 use serde_json::{Value, json};
 
-use super::{Tried, delete, temporary_key};
+use super::{Outcome, delete, temporary_key};
 use crate::bucket::{Bucket, Condition, StoreError};
 
 /// Repetitions of a probe that a store passes by chance if its replicas differ only sometimes.
@@ -21,7 +21,7 @@ fn was_refused(end: Result<(), StoreError>) -> Result<bool, StoreError> {
     }
 }
 
-pub(super) async fn create_once(bucket: &Bucket) -> Tried {
+pub(super) async fn create_once(bucket: &Bucket) -> Outcome {
     let key = temporary_key("created.json");
     let tried = async {
         bucket.put_json_if(&key, &json!({"n": 1}), Condition::Absent).await?;
@@ -33,7 +33,7 @@ pub(super) async fn create_once(bucket: &Bucket) -> Tried {
     end
 }
 
-pub(super) async fn replace_read_version(bucket: &Bucket) -> Tried {
+pub(super) async fn replace_read_version(bucket: &Bucket) -> Outcome {
     let key = temporary_key("replaced.json");
     let tried = async {
         bucket.put_json(&key, &json!({"n": 1})).await?;
@@ -51,7 +51,7 @@ pub(super) async fn replace_read_version(bucket: &Bucket) -> Tried {
     end
 }
 
-pub(super) async fn current_reads(bucket: &Bucket) -> Tried {
+pub(super) async fn current_reads(bucket: &Bucket) -> Outcome {
     let key = temporary_key("read.json");
     let tried = async {
         for n in 0..REPEATS {
@@ -69,7 +69,7 @@ pub(super) async fn current_reads(bucket: &Bucket) -> Tried {
     end
 }
 
-pub(super) async fn current_lists(bucket: &Bucket) -> Tried {
+pub(super) async fn current_lists(bucket: &Bucket) -> Outcome {
     let folder = temporary_key("listed");
     let keys: Vec<Path> = (0..REPEATS).map(|n| folder.clone().join(format!("{n}.json"))).collect();
     let listed = async || {
@@ -99,7 +99,7 @@ pub(super) async fn current_lists(bucket: &Bucket) -> Tried {
     end
 }
 
-pub(super) async fn ranges(bucket: &Bucket) -> Tried {
+pub(super) async fn ranges(bucket: &Bucket) -> Outcome {
     const WANTED: Range<u64> = 2..6;
     let key = temporary_key("range");
     let read = async |version: Option<String>| {

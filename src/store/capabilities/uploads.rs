@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use object_store::path::Path;
 
-use super::{Tried, delete, temporary_key};
+use super::{Outcome, delete, temporary_key};
 use crate::bucket::{Bucket, StoreError};
 use crate::key::SNAPSHOTS;
 use crate::upload::{PartLayout, Upload, UploadError};
@@ -30,7 +30,7 @@ fn store_error(key: &Path, error: UploadError) -> StoreError {
     }
 }
 
-pub(super) async fn visible_when_completed(bucket: &Bucket) -> Tried {
+pub(super) async fn visible_when_completed(bucket: &Bucket) -> Outcome {
     let key = temporary_key("upload");
     let tried = async {
         let aborted = started(bucket, &key, b"aborted").await?;
@@ -55,7 +55,7 @@ pub(super) async fn visible_when_completed(bucket: &Bucket) -> Tried {
 }
 
 /// Only uploads of snapshots are completed on condition, so the key looks like one.
-pub(super) async fn created_once(bucket: &Bucket) -> Tried {
+pub(super) async fn created_once(bucket: &Bucket) -> Outcome {
     let key = temporary_key(&format!("{}/probe.dump", SNAPSHOTS.trim_matches('/')));
     let tried = async {
         bucket.put(&key, &b"first"[..]).await?;
