@@ -390,6 +390,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     }
     healthy.expect("tls", "skipped", "no listener");
     let remaining = fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/");
+    let remaining: Vec<_> = remaining.iter().map(|object| object.key.as_str()).collect();
     assert_eq!(remaining, [other], "a probe object remains");
 
     let unreachable = "http://127.0.0.1:9";

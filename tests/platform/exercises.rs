@@ -1,5 +1,6 @@
 //! Recovery and rollback count as exercised only on slots that are marked as tests.
 
+use kit::provider::{Fault, FaultRule};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -41,10 +42,23 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     assert_eq!(stack.post(&process, &path, &json!({"reason": "an exercise"})).await.status, 200);
     let seen = exercises(&stack, &process).await;
     assert_eq!((&seen["rollback"]["isCurrent"], &seen["rollback"]["machineId"]), (&json!(true), machine));
-
     let client = stack.database.connect().await.unwrap();
-    let old = "UPDATE operations SET ended_at = now() - interval '91 days'; \
-               UPDATE operator_audit SET at = now() - interval '89 days'";
+    client.batch_execute("DELETE FROM operator_audit WHERE action = 'fail'").await.unwrap();
+    assert_eq!(exercises(&stack, &process).await["rollback"], never);
+
+    // A deletion counts once its server is gone.
+    let down = || Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", down()));
+    stack.provider.fault(FaultRule::times(1000, "POST", "/actions/", down()));
+    let deleted = stack.delete(&process, &format!("/vps/{}", machine.as_str().unwrap())).await;
+    assert_eq!(deleted.status, 202, "{deleted:?}");
+    assert_eq!(exercises(&stack, &process).await["rollback"], never);
+    stack.provider.clear_faults();
+    stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let seen = exercises(&stack, &process).await;
+    assert_eq!((&seen["rollback"]["isCurrent"], &seen["rollback"]["machineId"]), (&json!(true), machine));
+
+    let old = "UPDATE operations SET ended_at = now() - interval '1 day' * (CASE kind WHEN 'recover' THEN 91 ELSE 89 END)";
     client.batch_execute(old).await.unwrap();
     stack.subscribe(&process, "user_2").await;
     let quote = stack.post(&process, "/vps/provision/quote", &provision_body("user_2")).await.body;

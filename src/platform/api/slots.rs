@@ -16,7 +16,7 @@ use super::endpoint::{
 };
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use crate::context::Platform;
-use crate::db::slots::{self, SlotRow};
+use crate::db::slots::{self, NewSubscription};
 use axum::routing;
 use svc_http::openapi::{
     Operation, Parameter, ParameterLocation, boolean, fields, matching, named, one_of, schema_of, time,
@@ -49,16 +49,13 @@ impl FromStr for Cursor {
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let (mut slot, test) = parse_subscription(&call)?;
+    let slot = parse_subscription(&call)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
     let outcome = mutation
         .run(&platform, async |tx| {
             let before = slots::find_subscription(tx, &slot.user, &slot.slot).await?;
-            // The billing system does not know which slots are for tests.
-            slot.is_test = test.unwrap_or_else(|| before.as_ref().is_some_and(|before| before.is_test));
-            slots::upsert_subscription(tx, &slot).await?;
-            let after = Subscription::from(&slot);
+            let after = Subscription::from(&slots::upsert_subscription(tx, &slot).await?);
             let change = AuditChange {
                 action: "slot.set",
                 target: format!("{}/{}", slot.user, slot.slot),
@@ -71,20 +68,18 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
     Ok(outcome.into_reply().into_response())
 }
 
-/// Also returns whether the slot is for tests, if the request says so.
-fn parse_subscription(call: &ApiCall) -> Result<(SlotRow, Option<bool>), Problem> {
+fn parse_subscription(call: &ApiCall) -> Result<NewSubscription, Problem> {
     let mut fields = call.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
     let plan = fields.required("plan");
     let status = fields.required("status");
     let current_period_end = fields.time("currentPeriodEnd");
-    let test = fields.boolean("test");
+    let is_test = fields.boolean("test");
     let subscription = (|| {
-        let is_test = false;
-        Some(SlotRow { user: user?, slot, plan: plan?, status: status?, current_period_end, is_test })
+        Some(NewSubscription { user: user?, slot, plan: plan?, status: status?, current_period_end, is_test })
     })();
-    fields.finish(subscription.map(|subscription| (subscription, test)))
+    fields.finish(subscription)
 }
 
 pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {

@@ -29,7 +29,10 @@ pub async fn find_recovery(client: &impl GenericClient) -> Result<Option<Exercis
 pub async fn find_rollback(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
     let sql = format!(
         "SELECT a.at, m.machine_id FROM {TEST_MACHINES} JOIN operator_audit a ON a.target = m.machine_id::text \
-         WHERE s.is_test AND a.action IN ('fail', 'delete') \
+         WHERE s.is_test AND a.action = 'fail' \
+         UNION ALL \
+         SELECT o.ended_at, o.machine_id FROM {TEST_MACHINES} JOIN operations o ON o.machine_id = m.machine_id \
+         WHERE s.is_test AND o.kind = 'delete' AND o.state = 'succeeded' \
          UNION ALL \
          SELECT r.ended_at, m.machine_id FROM {TEST_MACHINES} JOIN rollout_machines r ON r.machine_id = m.machine_id \
          WHERE s.is_test AND r.state = 'failed' AND r.error LIKE 'rolled_back%' ORDER BY 1 DESC LIMIT 1"

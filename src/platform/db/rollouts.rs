@@ -263,6 +263,23 @@ pub async fn claim_verification(
         .transpose()
 }
 
+/// Extends a claim. `None` if it is another process's now, or an operator has reset it.
+pub async fn renew_verification(
+    client: &impl GenericClient,
+    claimed: &RolloutRow,
+    claim: Duration,
+) -> Result<Option<RolloutRow>, DbError> {
+    let sql = format!(
+        "UPDATE rollouts SET verifying_until = clock_timestamp() + make_interval(secs => $3) \
+         WHERE rollout_id = $1 AND verifying_until = $2 RETURNING {COLUMNS}"
+    );
+    query_opt(client, &sql, &[&claimed.id.0, &claimed.verifying_until, &claim.as_secs_f64()])
+        .await?
+        .as_ref()
+        .map(RolloutRow::parse)
+        .transpose()
+}
+
 /// Records the result of a verification and ends its claim. Returns whether the claim was still this one.
 pub async fn record_verification(
     tx: &Transaction<'_>,

@@ -26,6 +26,17 @@ pub struct SlotRow {
     pub is_test: bool,
 }
 
+/// A subscription to store.
+pub struct NewSubscription {
+    pub user: IdpUserId,
+    pub slot: Slot,
+    pub plan: Plan,
+    pub status: SubscriptionStatus,
+    pub current_period_end: Option<Timestamp>,
+    /// `None` leaves it as it is: the billing system does not know which slots are for tests.
+    pub is_test: Option<bool>,
+}
+
 impl SlotRow {
     /// Whether the slot may be provisioned at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
@@ -79,15 +90,22 @@ pub async fn list(
 }
 
 /// Inserts a slot, or replaces its subscription.
-pub async fn upsert_subscription(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbError> {
-    let sql = "INSERT INTO slots (idp_user_id, slot, plan, status, current_period_end, is_test) \
-               VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (idp_user_id, slot) DO UPDATE SET plan = EXCLUDED.plan, \
-               status = EXCLUDED.status, current_period_end = EXCLUDED.current_period_end, \
-               is_test = EXCLUDED.is_test, updated_at = now()";
+pub async fn upsert_subscription(
+    client: &impl GenericClient,
+    slot: &NewSubscription,
+) -> Result<SlotRow, DbError> {
+    let sql = format!(
+        "INSERT INTO slots (idp_user_id, slot, plan, status, current_period_end, is_test) \
+         VALUES ($1, $2, $3, $4, $5, coalesce($6, false)) ON CONFLICT (idp_user_id, slot) DO UPDATE \
+         SET plan = EXCLUDED.plan, status = EXCLUDED.status, current_period_end = EXCLUDED.current_period_end, \
+         is_test = coalesce($6, slots.is_test), updated_at = now() RETURNING {COLUMNS}"
+    );
     let (user, name) = (slot.user.as_str(), slot.slot.as_str());
     let params: super::Params<'_> =
         &[&user, &name, &slot.plan.as_str(), &slot.status.as_str(), &slot.current_period_end, &slot.is_test];
-    execute(client, sql, params).await.map(drop)
+    let row = query_opt(client, &sql, params).await?;
+    let no_row = || DbError::Unreadable { what: "slot", why: "the upsert returned no row".to_owned() };
+    SlotRow::parse(&row.ok_or_else(no_row)?)
 }
 
 /// Assigns the handle to the user permanently if it is free, and returns its owner, who may be another user.

@@ -111,8 +111,9 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     if let Some(claimed) = to_verify {
         let (platform, id) = (Arc::clone(platform), request_id::current());
         tokio::spawn(request_id::run_with_id(id, async move {
-            if let Err(error) = verification::run(&platform, &claimed).await {
-                tracing::warn!(rollout = %claimed.id, error = %chain(error.as_ref()), "cannot verify a rollout's release");
+            let rollout = claimed.id;
+            if let Err(error) = verification::run(&platform, claimed).await {
+                tracing::warn!(%rollout, error = %chain(error.as_ref()), "cannot verify a rollout's release");
             }
         }));
     }

@@ -1,8 +1,9 @@
 //! Verifies the release of a rollout on the machines that got it first, before the next batch.
 //!
-//! The checks take long, so they run outside of any transaction, under a claim that expires: a process that dies is
-//! succeeded by another one. A finding pauses the rollout and raises an alarm; `resume` verifies again.
+//! The checks take long, so they run outside of any transaction, under a claim that is renewed: if the process stops,
+//! another one takes over. A finding pauses the rollout and raises an alarm; `resume` verifies again.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use deadpool_postgres::GenericClient;
 use futures_util::StreamExt;
 use http::{HeaderName, HeaderValue};
 use serde_json::json;
+use tokio::time::{Instant, timeout_at};
 
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
@@ -17,6 +19,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::rollouts::{self, RolloutRow};
 use crate::db::{self, audit};
 use crate::operations::host_call;
+use svc_base::chain::chain;
 use svc_base::diagnosis::{Finding, Findings, Level};
 use svc_base::untrusted_text;
 use svc_http::proof::{self, Route};
@@ -32,10 +35,11 @@ const MAX_FINDINGS: usize = 20;
 /// A host that was just updated may still be starting.
 const ATTEMPTS: usize = 3;
 const RETRY_PAUSE: Duration = Duration::from_secs(5);
-/// Maximum duration of a verification: each attempt reads the shell, then makes the other checks at the same time.
-const LIMIT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 10);
-/// Lifetime of the claim, which must exceed [`LIMIT`].
-pub const CLAIM: Duration = Duration::from_secs(LIMIT.as_secs() + 60);
+/// Maximum duration of the checks of one machine.
+const MACHINE_TIMEOUT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 3);
+/// Lifetime of the claim.
+pub const CLAIM: Duration = Duration::from_secs(60);
+const CLAIM_RENEWAL: Duration = Duration::from_secs(15);
 /// Findings that the rollout's reason names.
 const MAX_NAMED: usize = 3;
 
@@ -43,7 +47,28 @@ const MAX_NAMED: usize = 3;
 ///
 /// # Errors
 /// When the database is unavailable; then the claim expires.
-pub async fn run(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {
+pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::Result<()> {
+    let rollout = claimed.clone();
+    let mut verification = pin!(verify(platform, &rollout));
+    loop {
+        tokio::select! {
+            verification = &mut verification => return store(platform, &claimed, &verification?).await,
+            () = tokio::time::sleep(CLAIM_RENEWAL) => match renew(platform, &claimed).await {
+                Ok(Some(renewed)) => claimed = renewed,
+                // Another process took over, or an operator resumed the rollout: a new verification decides.
+                Ok(None) => return Ok(()),
+                Err(error) => tracing::warn!(error = %chain(&error), "cannot renew the claim of a verification"),
+            },
+        }
+    }
+}
+
+async fn renew(platform: &Platform, claimed: &RolloutRow) -> Result<Option<RolloutRow>, db::DbError> {
+    let session = platform.db.session().await?;
+    rollouts::renew_verification(&session, claimed, CLAIM).await
+}
+
+async fn verify(platform: &Arc<Platform>, rollout: &RolloutRow) -> Result<RolloutVerification, db::DbError> {
     let session = platform.db.session().await?;
     let machines = rollouts::list_running_release(&session, rollout, None).await?;
     let rows = read_rows(&session, machines).await?;
@@ -52,19 +77,14 @@ pub async fn run(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         let (platform, rollout) = (Arc::clone(platform), rollout.clone());
         async move { verify_machine(&platform, &rollout, machine).await }
     });
-    let checked = futures_util::stream::iter(checks).buffered(MAX_CONCURRENT).collect::<Vec<_>>();
+    let checked: Vec<_> = futures_util::stream::iter(checks).buffered(MAX_CONCURRENT).collect().await;
     let mut handles = Vec::new();
     let mut findings = Vec::new();
-    if let Ok(checked) = tokio::time::timeout(LIMIT, checked).await {
-        for (machine, found) in rows.iter().zip(checked) {
-            if let Some(found) = found? {
-                handles.push((&machine.handle).into());
-                findings.extend(found);
-            }
+    for (machine, found) in rows.iter().zip(checked) {
+        if let Some(found) = found? {
+            handles.push((&machine.handle).into());
+            findings.extend(found);
         }
-    } else {
-        handles = rows.iter().map(|machine| (&machine.handle).into()).collect();
-        findings = rows.iter().map(timed_out).collect();
     }
     let is_verified = !handles.is_empty();
     if !is_verified {
@@ -73,13 +93,12 @@ pub async fn run(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         findings = read_rows(&session, first).await?.iter().take(1).map(|row| gone(rollout, row)).collect();
     }
     findings.truncate(MAX_FINDINGS);
-    let verification = RolloutVerification {
+    Ok(RolloutVerification {
         at: svc_base::clock::now_ms().into(),
         passed: is_verified && findings.is_empty(),
         handles,
         findings,
-    };
-    store(platform, rollout, &verification).await
+    })
 }
 
 async fn read_rows(
@@ -99,7 +118,8 @@ async fn verify_machine(
     rollout: &RolloutRow,
     mut machine: MachineRow,
 ) -> Result<Option<Vec<RolloutFinding>>, db::DbError> {
-    let mut findings = Vec::new();
+    let deadline = Instant::now() + MACHINE_TIMEOUT;
+    let mut findings = vec![timed_out()];
     for attempt in 0..ATTEMPTS {
         if attempt > 0 {
             tokio::time::sleep(RETRY_PAUSE).await;
@@ -107,14 +127,9 @@ async fn verify_machine(
             let Some(now) = reread(platform, rollout, &machine).await? else { return Ok(None) };
             machine = now;
         }
-        findings = match site(platform, &machine) {
-            Ok(site) => check_release(&site, async { database(&machine) }).await,
-            Err(error) => {
-                let what = format!("cannot connect to the host: {error:#}");
-                Findings::new("connection").problem(what, "svcctl status MACHINE").into_list()
-            }
-        };
-        findings.retain(|finding| finding.level == Level::Problem);
+        // The findings of the last attempt that ended count.
+        let Ok(found) = timeout_at(deadline, check(platform, &machine)).await else { break };
+        findings = found;
         if findings.is_empty() {
             break;
         }
@@ -122,6 +137,19 @@ async fn verify_machine(
     // A result counts only if the machine still runs the release.
     let still = reread(platform, rollout, &machine).await?;
     Ok(still.map(|machine| findings.into_iter().map(|found| finding(&machine, found)).collect()))
+}
+
+/// The problems of one attempt.
+async fn check(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<Finding> {
+    let mut findings = match site(platform, machine) {
+        Ok(site) => check_release(&site, async { database(machine) }).await,
+        Err(error) => {
+            let what = format!("cannot connect to the host: {error:#}");
+            Findings::new("connection").problem(what, "svcctl status MACHINE").into_list()
+        }
+    };
+    findings.retain(|finding| finding.level == Level::Problem);
+    findings
 }
 
 /// The machine's current row; `None` if it does not run the release any more.
@@ -172,9 +200,9 @@ fn finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
     }
 }
 
-fn timed_out(machine: &MachineRow) -> RolloutFinding {
-    let what = format!("the checks did not end within {} s", LIMIT.as_secs());
-    finding(machine, Finding { check: "verification", level: Level::Problem, what, next: None })
+fn timed_out() -> Finding {
+    let what = format!("the checks did not end within {} s", MACHINE_TIMEOUT.as_secs());
+    Finding { check: "verification", level: Level::Problem, what, next: None }
 }
 
 /// None of the machines that got the release runs it, so that nothing can be verified.
