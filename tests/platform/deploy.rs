@@ -2,6 +2,7 @@
 
 use kit::bundle::{Manifest, SigningKey};
 use serde_json::{Value, json};
+use tokio::net::TcpListener;
 
 use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, heartbeat_of};
 
@@ -429,6 +430,37 @@ async fn failed_verification_pauses_the_rollout_until_an_operator_decides() {
     assert_eq!(fleet.desired(1).await, "v1");
     assert_eq!(fleet.post_action(&rollout, "abort").await.body["state"], "aborted");
     assert_eq!(alarms().await, json!([]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn verification_of_a_killed_process_is_taken_over() {
+    let mut fleet = Fleet::of(1, &[]).await;
+    // A host that accepts connections and never responds, so that the verification lasts.
+    let server = fleet.stack.provider.servers().remove(0);
+    let silent = TcpListener::bind((server.ipv4, fleet.stack.provider.https_port())).await.unwrap();
+    let rollout = fleet.deploy(&json!({"canary": 1, "verify": true})).await;
+    fleet.wait_until_requested(0).await;
+    fleet.report(0, NEXT, "updated").await;
+    let client = fleet.stack.database.connect().await.unwrap();
+    let claimed_seconds = async || {
+        let sql = "SELECT extract(epoch FROM max(verifying_until) - created_at)::float8 FROM rollouts GROUP BY created_at";
+        client.query_one(sql, &[]).await.unwrap().get::<_, Option<f64>>(0)
+    };
+    let first = fleet.stack.eventually("the verification is claimed", &claimed_seconds).await;
+    let renewed = async || claimed_seconds().await.filter(|now| *now > first);
+    fleet.stack.eventually("the claim is renewed", renewed).await;
+
+    fleet.process.kill();
+    drop(silent);
+    let sql = "UPDATE rollouts SET verifying_until = verifying_until - interval '1 minute'";
+    client.execute(sql, &[]).await.unwrap();
+    let keys = public_key();
+    fleet.process = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", keys.as_str())]);
+    let paused = fleet.until_state(&rollout, "paused").await;
+    assert!(
+        paused["why"].as_str().unwrap().starts_with("the verification failed: h-user-0: shell: "),
+        "{paused}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
