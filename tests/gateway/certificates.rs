@@ -314,6 +314,27 @@ async fn lost_account_is_replaced() -> Result<()> {
 }
 
 #[tokio::test]
+async fn deactivated_account_is_replaced() -> Result<()> {
+    let port = free_port()?;
+    let pebble = Pebble::start(&Options::validating(port)).await?;
+    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let delivered = settings(&name, &pebble.directory_url()).to_string();
+    machine.write("var/lib/svc/tls/settings.json", &delivered)?;
+    let host = machine.start()?;
+    until_issued(&host).await?;
+    let account = host.machine.path("var/lib/svc/tls/acme-account.json");
+    let stored: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
+    pebble.deactivate(&stored["credentials"]).await?;
+    std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
+    host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
+    let host = host.restart()?;
+    host.until("another account gets a certificate", async || Ok(pebble.issued() == 2)).await?;
+    let replaced: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
+    assert_ne!(replaced["credentials"]["id"], stored["credentials"]["id"]);
+    Ok(())
+}
+
+#[tokio::test]
 async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
     let pebble_roots = tempfile::NamedTempFile::new()?;
     std::fs::write(pebble_roots.path(), Ca::new()?.root_pem())?;

@@ -6,8 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
-use serde_json::json;
+use anyhow::{Context, Result, anyhow, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use ring::rand::SystemRandom;
+use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
+use serde_json::{Value, json};
 
 use crate::ca::Ca;
 use crate::child::OwnedChild;
@@ -136,11 +140,8 @@ impl Pebble {
     async fn write_roots(&self, api_root: &str) -> Result<()> {
         // The second installation fails, which is harmless.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let root = reqwest::Certificate::from_pem(api_root.as_bytes())?;
-        let client =
-            reqwest::Client::builder().tls_certs_only([root]).no_proxy().timeout(START_TIMEOUT).build()?;
         let url = format!("https://{}/roots/0", self.management);
-        let issuing = client.get(url).send().await?.error_for_status()?.text().await?;
+        let issuing = client(api_root)?.get(url).send().await?.error_for_status()?.text().await?;
         fs::write(self.roots(), format!("{api_root}{issuing}"))?;
         Ok(())
     }
@@ -168,7 +169,42 @@ impl Pebble {
         self.log().matches("Issued certificate serial").count()
     }
 
+    /// Deactivates an account (RFC 8555, 7.3.6), as its holder would elsewhere. `credentials` are those that
+    /// `instant-acme` stores: the account's URL as `id`, and its key as `key_pkcs8`.
+    ///
+    /// # Errors
+    /// Unless the authority has deactivated it.
+    pub async fn deactivate(&self, credentials: &Value) -> Result<()> {
+        let client = client(&fs::read_to_string(self.roots())?)?;
+        let text = |name: &str| credentials[name].as_str().with_context(|| format!("no {name}"));
+        let (account, key) = (text("id")?, URL_SAFE_NO_PAD.decode(text("key_pkcs8")?)?);
+        let nonce_url = format!("https://{}/nonce-plz", self.listen);
+        let nonce = client.head(nonce_url).send().await?.error_for_status()?;
+        let nonce = nonce.headers().get("replay-nonce").context("no nonce")?.to_str()?;
+        let header = json!({"alg": "ES256", "kid": account, "nonce": nonce, "url": account});
+        let encode = |value: Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let (header, payload) = (encode(header), encode(json!({"status": "deactivated"})));
+        let random = SystemRandom::new();
+        let key = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &key, &random)
+            .map_err(|error| anyhow!("the account's key: {error}"))?;
+        let signature = key.sign(&random, format!("{header}.{payload}").as_bytes());
+        let signature = URL_SAFE_NO_PAD.encode(signature.map_err(|_| anyhow!("cannot sign"))?);
+        let body = json!({"protected": header, "payload": payload, "signature": signature});
+        let call =
+            client.post(account).header("content-type", "application/jose+json").body(body.to_string());
+        let response = call.send().await?;
+        let (status, text) = (response.status(), response.text().await?);
+        ensure!(status.is_success() && text.contains("deactivated"), "{status}: {text}");
+        Ok(())
+    }
+
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
+}
+
+/// A client that trusts these roots only.
+fn client(roots: &str) -> Result<reqwest::Client> {
+    let roots = reqwest::Certificate::from_pem_bundle(roots.as_bytes())?;
+    Ok(reqwest::Client::builder().tls_certs_only(roots).no_proxy().timeout(START_TIMEOUT).build()?)
 }

@@ -37,7 +37,9 @@ const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
 const POLLS: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
 /// Longer than any request for a certificate.
 const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
-const NO_ACCOUNT: &str = "urn:ietf:params:acme:error:accountDoesNotExist";
+/// The authority has lost the account, or somebody has deactivated it.
+const ACCOUNT_ERRORS: [&str; 2] =
+    ["urn:ietf:params:acme:error:accountDoesNotExist", "urn:ietf:params:acme:error:unauthorized"];
 
 /// A request for a certificate.
 pub struct CertificateRequest<'a> {
@@ -59,18 +61,13 @@ impl CertificateRequest<'_> {
     }
 
     async fn order(&self) -> anyhow::Result<String> {
-        let identifiers = [Identifier::Dns(self.name.to_owned())];
-        let order = NewOrder::new(&identifiers);
-        let account = self.open_account().await?;
-        let placed = match account.new_order(&order).await {
-            Err(Error::Api(problem)) if problem.r#type.as_deref() == Some(NO_ACCOUNT) => {
-                // The authority has lost it.
+        let mut order = match self.place_order().await {
+            Err(error) if is_account_refused(&error) => {
                 fsx::remove_if_exists(&self.layout.acme_account())?;
-                self.open_account().await?.new_order(&order).await
+                self.place_order().await?
             }
-            placed => placed,
+            placed => placed?,
         };
-        let mut order = placed.context("the authority refused the order")?;
         let challenges = self.start_validations(&mut order).await?;
         let ready = order.poll_ready(&POLLS).await;
         drop(challenges);
@@ -82,6 +79,12 @@ impl CertificateRequest<'_> {
         let request = signing_request(self.name, self.key_pem)?;
         order.finalize_csr(&request.der).await.context("the authority refused the certificate request")?;
         order.poll_certificate(&POLLS).await.context("wait for the certificate")
+    }
+
+    async fn place_order(&self) -> anyhow::Result<Order> {
+        let identifiers = [Identifier::Dns(self.name.to_owned())];
+        let account = self.open_account().await?;
+        account.new_order(&NewOrder::new(&identifiers)).await.context("the authority refused the order")
     }
 
     async fn start_validations(&self, order: &mut Order) -> anyhow::Result<Vec<ChallengeGuard>> {
@@ -149,6 +152,14 @@ impl CertificateRequest<'_> {
         StoredAccount::new(settings, &credentials)?.write(self.layout)?;
         Ok(account)
     }
+}
+
+fn is_account_refused(error: &anyhow::Error) -> bool {
+    let problem = match error.downcast_ref::<Error>() {
+        Some(Error::Api(problem)) => problem.r#type.as_deref(),
+        _ => None,
+    };
+    problem.is_some_and(|kind| ACCOUNT_ERRORS.contains(&kind))
 }
 
 fn external_key(external: &ExternalAccount) -> anyhow::Result<ExternalAccountKey> {

@@ -75,7 +75,7 @@ struct Attempts {
     /// The settings as text; others end the backoff.
     settings: Option<String>,
     pauses: backon::ExponentialBackoff,
-    /// After a failure.
+    /// After a failure, or after a change of the settings.
     retry_at: Option<Timestamp>,
 }
 
@@ -136,6 +136,8 @@ impl CertificateKeeper {
             if self.attempts.settings.as_ref() != Some(&text) {
                 self.attempts.settings = Some(text);
                 self.attempts.reset(self.config.first_retry);
+                let machine = self.config.machine.unwrap_or_default().0;
+                self.attempts.retry_at = Some(schedule::first_request(Timestamp::now(), machine));
             }
             self.store_chain();
             self.request_if_due(&settings, &name, &acme).await;

@@ -8,6 +8,9 @@ use uuid::Uuid;
 
 /// A certificate of 90 days is renewed this long before its end, a shorter one with a third of its lifetime left.
 const RENEW_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
+/// A younger machine has just registered.
+const NEW_MACHINE: SignedDuration = SignedDuration::from_hours(1);
+const FIRST_SPREAD: Duration = Duration::from_secs(600);
 const MAX_BACKOFF: Duration = Duration::from_secs(6 * 3600);
 
 /// When a certificate is renewed. Machines that were created together do not renew together: the time before is
@@ -20,6 +23,19 @@ pub fn renew_at(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> T
     let share = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
     let earlier = SignedDuration::from_millis(i64::try_from(spread * share / 1000).unwrap_or(0));
     not_after - before - earlier
+}
+
+/// When the first certificate under new settings is requested. The machines of a fleet that gets the settings all at once
+/// are spread over some minutes by their ids; a new machine does not wait.
+pub fn first_request(now: Timestamp, machine: Uuid) -> Timestamp {
+    let created = machine.get_timestamp().map(|time| time.to_unix().0);
+    let age = created
+        .and_then(|at| Some(now.duration_since(Timestamp::from_second(i64::try_from(at).ok()?).ok()?)));
+    if age.is_none_or(|age| age < NEW_MACHINE) {
+        return now;
+    }
+    let share = u32::try_from(machine.as_u128() % 1000).unwrap_or(0);
+    now + SignedDuration::try_from(FIRST_SPREAD * share / 1000).unwrap_or_default()
 }
 
 /// The pauses after failed requests: the first one, then twice as long each, plus up to the same again as jitter.
@@ -53,6 +69,22 @@ mod tests {
         assert!((days_before_end(6, 1000) - 2.0).abs() < 0.001);
         let spread = days_before_end(90, 999);
         assert!(spread > 32.9 && spread < 33.0, "{spread}");
+    }
+
+    #[test]
+    fn first_requests_of_older_machines_are_spread() {
+        let created: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let unix = uuid::Timestamp::from_unix(uuid::NoContext, created.as_second().unsigned_abs(), 0);
+        let machines: Vec<_> = (0..200).map(|_| Uuid::new_v7(unix)).collect();
+        let young = created + SignedDuration::from_mins(59);
+        assert!(machines.iter().all(|machine| first_request(young, *machine) == young));
+        let later = created + SignedDuration::from_hours(30 * 24);
+        let mut delays: Vec<_> =
+            machines.iter().map(|machine| first_request(later, *machine).duration_since(later)).collect();
+        delays.sort();
+        let quarter = |share: usize| delays[share * delays.len() / 4 - 1].as_secs();
+        assert!(quarter(1) > 60 && quarter(1) < quarter(2) && quarter(2) < quarter(3), "{delays:?}");
+        assert!(quarter(3) < 600 && quarter(4) <= 600, "{delays:?}");
     }
 
     #[test]
