@@ -9,7 +9,7 @@ use crate::vars;
 use svc_base::applet::Failure;
 use svc_base::config::Env;
 use svc_base::diagnosis::{Findings, Level, Report};
-use svc_verify::{Site, check_release, fetch_database_server};
+use svc_verify::{HostClient, check_release, fetch_database_server};
 
 pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(), Failure> {
     let from_outside = args.app_url.is_some();
@@ -31,10 +31,10 @@ pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(
     report::print(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 
-fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure> {
+fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, Failure> {
     let Some(base) = args.app_url else {
         let socket = args.socket.unwrap_or_else(local.gateway_socket);
-        return Ok(Site::by_socket(&socket)?);
+        return Ok(HostClient::over_socket(&socket)?);
     };
     let mut env = Env::from_process();
     if !is_private(&base) {
@@ -48,5 +48,5 @@ fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure
         None => env.required_secret(&vars::SVC_SESSION_TOKEN),
     };
     let token = env.finish(token)?;
-    Ok(Site::by_router(base, &token)?)
+    Ok(HostClient::through_router(base, &token)?)
 }

@@ -3,132 +3,128 @@
 use std::collections::HashSet;
 
 use http::StatusCode;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::site::Site;
+use super::host_client::HostClient;
+use super::responses::{AppList, Readiness, SchemaList};
 use svc_base::diagnosis::Findings;
 
 const JOURNAL_HINT: &str = "journalctl -u svc-gateway -n 50 on the host";
-/// Apps with a problem that one check names.
+/// Maximum apps that one check reports.
 const MAX_PROBLEMS: usize = 20;
 
-pub async fn check_health(site: &Site) -> Findings {
+pub async fn check_health(host: &HostClient) -> Findings {
     let findings = Findings::new("gateway-health");
-    let response = match site.get(&site.url("/readyz"), "application/json").await {
+    let response = match host.get(&host.url("/readyz"), "application/json").await {
         Ok(response) => response,
         Err(why) => return findings.problem(why, JOURNAL_HINT),
     };
-    let body = response.json().unwrap_or_default();
-    if response.status.is_success() && body["status"] == "ready" && body["database"] == "ok" {
+    let Readiness { status, database, apps, .. } = response.json().unwrap_or_default();
+    if response.status.is_success() && status == "ready" && database == "ok" {
         return findings.ok("ready, and its database responds");
     }
-    let what = format!("/readyz: {}: database {}, apps {}", response.status, body["database"], body["apps"]);
+    let what = format!("/readyz: {}: database {database:?}, apps {apps:?}", response.status);
     findings.problem(what, JOURNAL_HINT)
 }
 
 /// Fetches the database server that the gateway is connected to, which it reports only on the trusted socket.
-pub async fn fetch_database_server(site: &Site) -> Option<String> {
-    let response = site.get(&site.url("/readyz"), "application/json").await.ok()?;
-    response.json()?["server"].as_str().map(str::to_owned)
+pub async fn fetch_database_server(host: &HostClient) -> Option<String> {
+    let response = host.get(&host.url("/readyz"), "application/json").await.ok()?;
+    response.json::<Readiness>().ok()?.server
 }
 
 /// Checks that the owner sees the schema of every app that declares tables.
-pub async fn check_schemas(site: &Site) -> Findings {
+pub async fn check_schemas(host: &HostClient) -> Findings {
     let findings = Findings::new("bridge-schemas");
-    let query = site.post(&site.url("/api/bridge/query"), &json!({"action": "schemas"})).await;
-    let apps = site.get(&site.url("/api/apps"), "application/json").await;
-    let (query, apps) = match (query, apps) {
-        (Ok(query), Ok(apps)) => (query, apps),
+    let (schemas, apps) = match (fetch_schemas(host).await, fetch_apps(host).await) {
+        (Ok(schemas), Ok(apps)) => (schemas.data.0, apps.apps.0),
         (Err(why), _) | (_, Err(why)) => return findings.problem(why, JOURNAL_HINT),
     };
-    if !query.status.is_success() {
-        return findings.problem(format!("POST /api/bridge/query: {}", query.status), JOURNAL_HINT);
-    }
-    let listed = app_names(&query.json().unwrap_or_default()["data"], "app");
-    let apps = apps.json().unwrap_or_default();
-    let installed = apps["apps"].as_array().cloned().unwrap_or_default();
-    let names: HashSet<&str> = listed.iter().map(String::as_str).collect();
-    let mut findings = findings;
-    let mut problems = 0;
-    for app in &installed {
-        if problems >= MAX_PROBLEMS {
-            break;
+    let names: HashSet<&str> = schemas.iter().map(String::as_str).collect();
+    let problems = apps.iter().filter_map(|app| {
+        let slug = app.slug.as_deref().unwrap_or("?");
+        if app.status == "error" {
+            let why = app.error.as_deref().unwrap_or("no reason given");
+            return Some((format!("{slug}: {why}"), "check its svc.json"));
         }
-        let slug = app["slug"].as_str().unwrap_or("?");
-        if app["status"] == "error" {
-            let why = app["error"].as_str().unwrap_or("no reason given");
-            findings = findings.problem(format!("{slug}: {why}"), "check its svc.json");
-            problems += 1;
-        } else if app["tables"].as_array().is_some_and(|tables| !tables.is_empty()) && !names.contains(slug) {
-            findings =
-                findings.problem(format!("{slug} has tables that the bridge does not list"), JOURNAL_HINT);
-            problems += 1;
-        }
+        let is_missing = !app.tables.is_empty() && !names.contains(slug);
+        is_missing.then(|| (format!("{slug} has tables that the bridge does not list"), JOURNAL_HINT))
+    });
+    let findings =
+        problems.take(MAX_PROBLEMS).fold(findings, |findings, (what, next)| findings.problem(what, next));
+    if findings.is_empty() && schemas.is_empty() {
+        return findings.skipped("no app declares tables");
     }
-    if listed.is_empty() {
-        return findings
-            .problem("the bridge lists no schemas", "are apps installed? Check /home/svc/home/apps");
-    }
-    findings.or_ok(format!("{} apps: {}", listed.len(), listed.join(", ")))
+    findings.or_ok(format!("{} apps: {}", schemas.len(), schemas.join(", ")))
 }
 
-/// Returns the names in `data`: an array of objects, or an object keyed by name.
-fn app_names(data: &Value, key: &str) -> Vec<String> {
-    match data {
-        Value::Array(items) => items
-            .iter()
-            .filter_map(|item| item[key].as_str().or_else(|| item["slug"].as_str()))
-            .map(str::to_owned)
-            .collect(),
-        Value::Object(items) => items.keys().cloned().collect(),
-        _ => Vec::new(),
+async fn fetch_schemas(host: &HostClient) -> Result<SchemaList, String> {
+    let path = "/api/bridge/query";
+    let response = host.post(&host.url(path), &json!({"action": "schemas"})).await?;
+    if !response.status.is_success() {
+        return Err(format!("POST {path}: {}", response.status));
     }
+    response.json().map_err(|why| format!("POST {path}: {why}"))
 }
 
-pub async fn check_legacy_route(site: &Site) -> Findings {
+async fn fetch_apps(host: &HostClient) -> Result<AppList, String> {
+    let path = "/api/apps";
+    let response = host.get(&host.url(path), "application/json").await?;
+    if !response.status.is_success() {
+        return Err(format!("{path}: {}", response.status));
+    }
+    response.json().map_err(|why| format!("{path}: {why}"))
+}
+
+pub async fn check_legacy_route(host: &HostClient) -> Findings {
     let findings = Findings::new("legacy-route");
-    match site.get(&site.url("/api/canvas"), "application/json").await {
+    match host.get(&host.url("/api/canvas"), "application/json").await {
         Ok(response) if response.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas returned 404"),
         Ok(response) => findings.problem(
             format!("/api/canvas returned {}", response.status),
-            "an old gateway, or a proxy in front of it that responds instead",
+            "update the gateway, or remove the proxy that responds in its place",
         ),
         Err(why) => findings.problem(why, JOURNAL_HINT),
     }
 }
 
 /// Checks the icons of a missing app and of every app: each must be an image, and the same in two responses.
-pub async fn check_icons(site: &Site) -> Findings {
+pub async fn check_icons(host: &HostClient) -> Findings {
     let mut findings = Findings::new("icons");
     let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
-    let mut paths = vec![missing];
-    let apps = match site.get(&site.url("/api/apps"), "application/json").await {
-        Ok(response) if response.status.is_success() => response.json().unwrap_or_default(),
-        Ok(response) => {
-            return findings.problem(format!("/api/apps: {}", response.status), JOURNAL_HINT);
-        }
+    let apps = match fetch_apps(host).await {
+        Ok(apps) => apps.apps.0,
         Err(why) => return findings.problem(why, JOURNAL_HINT),
     };
-    let installed = apps["apps"].as_array().into_iter().flatten();
-    paths.extend(installed.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
+    let mut paths = vec![missing];
+    paths.extend(apps.into_iter().filter_map(|app| app.icon));
+    let mut problems = 0;
     for path in &paths {
-        if let Err(why) = check_icon(site, path).await {
-            findings = findings.problem(format!("{path}: {why}"), "the shell would request it repeatedly");
+        if let Err(why) = check_icon(host, path).await {
+            let next = "fix the app's icon: without a stable image the shell requests it again and again";
+            findings = findings.problem(format!("{path}: {why}"), next);
+            problems += 1;
+            if problems == MAX_PROBLEMS {
+                break;
+            }
         }
     }
     findings.or_ok(format!("{} icons and the fallback of a missing one, all stable", paths.len() - 1))
 }
 
-async fn check_icon(site: &Site, path: &str) -> Result<(), String> {
-    let first = site.get(&site.url(path), "image/*").await?;
-    let second = site.get(&site.url(path), "image/*").await?;
+async fn check_icon(host: &HostClient, path: &str) -> Result<(), String> {
+    let first = host.get(&host.url(path), "image/*").await?;
+    let second = host.get(&host.url(path), "image/*").await?;
     if !first.status.is_success() {
         return Err(format!("it returned {}", first.status));
     }
-    if !first.kind.starts_with("image/") {
-        return Err(format!("it is {:?}, not an image", first.kind));
+    if !first.content_type.starts_with("image/") {
+        return Err(format!("it is {:?}, not an image", first.content_type));
     }
-    if first.body.is_empty() || first.body != second.body {
+    if first.body.is_empty() {
+        return Err("it returned an empty image".to_owned());
+    }
+    if first.body != second.body {
         return Err("two requests returned different bytes".to_owned());
     }
     Ok(())

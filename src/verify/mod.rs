@@ -3,28 +3,33 @@
 //! rollout.
 
 mod gateway;
+mod host_client;
+mod responses;
 mod scan;
 mod shell;
-mod site;
 
 use std::time::Duration;
 
 pub use self::gateway::fetch_database_server;
-pub use self::site::{Credential, Site, TIMEOUTS};
+pub use self::host_client::{Credential, HostClient, TIMEOUTS};
 use svc_base::diagnosis::{self, Check, Finding, Findings};
 
 /// Timeout of each check.
 pub const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs all checks. `database` checks whether the gateway uses the machine's own database, in the way of the caller.
-pub async fn check_release(site: &Site, database: impl Future<Output = Findings> + Send) -> Vec<Finding> {
-    let mut findings = shell::check_shell(site, CHECK_TIMEOUT).await;
+/// Runs all checks. `database` is the caller's check that the gateway uses the machine's own
+/// database.
+pub async fn check_release(
+    host: &HostClient,
+    database: impl Future<Output = Findings> + Send,
+) -> Vec<Finding> {
+    let mut findings = shell::check_shell(host, CHECK_TIMEOUT).await;
     let checks = vec![
-        Check::new("gateway-health", CHECK_TIMEOUT, gateway::check_health(site)),
+        Check::new("gateway-health", CHECK_TIMEOUT, gateway::check_health(host)),
         Check::new("vps-database", CHECK_TIMEOUT, database),
-        Check::new("bridge-schemas", CHECK_TIMEOUT, gateway::check_schemas(site)),
-        Check::new("legacy-route", CHECK_TIMEOUT, gateway::check_legacy_route(site)),
-        Check::new("icons", CHECK_TIMEOUT, gateway::check_icons(site)),
+        Check::new("bridge-schemas", CHECK_TIMEOUT, gateway::check_schemas(host)),
+        Check::new("legacy-route", CHECK_TIMEOUT, gateway::check_legacy_route(host)),
+        Check::new("icons", CHECK_TIMEOUT, gateway::check_icons(host)),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
     findings

@@ -1,4 +1,4 @@
-//! Scans built files without running them: the files that they refer to, and placeholder hosts. Pure.
+//! Pure functions that scan built files, without running them, for the files that they refer to and for placeholder hosts.
 
 use std::collections::HashSet;
 
@@ -10,8 +10,8 @@ const MAX_NAME_BYTES: usize = 300;
 /// Maximum length of a host's name. The search for its ends stops there.
 const MAX_HOST_BYTES: usize = 253;
 
-/// The different quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. The time is linear in
-/// the text, which a host may have made to be slow.
+/// The distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time linear in the
+/// text, which a hostile host may have crafted.
 pub fn script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let mut seen = HashSet::new();
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
@@ -25,30 +25,31 @@ pub fn script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     names.filter(|name| seen.insert(*name)).take(max).collect()
 }
 
-/// The host of a shell without a key, and the host of examples.
+/// The host of shells built without a key, and the host in our examples.
 const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
-/// A placeholder host, as plain text or inside a publishable key. A shell that was built without the identity provider's
+/// Finds a placeholder host, in plain text or inside a publishable key. A shell that was built without the identity provider's
 /// key, or with an example's, would connect to it.
-pub fn placeholder_host(text: &str) -> Option<String> {
-    let in_key =
-        || hosts_of_keys(text).find_map(|host| placeholder_in_text(&format!("//{host}")).map(str::to_owned));
-    placeholder_in_text(text).map(str::to_owned).or_else(in_key)
+pub fn find_placeholder_host(text: &str) -> Option<String> {
+    let in_key = || {
+        hosts_in_keys(text).find_map(|host| find_placeholder_in_text(&format!("//{host}")).map(str::to_owned))
+    };
+    find_placeholder_in_text(text).map(str::to_owned).or_else(in_key)
 }
 
 /// The hosts in publishable keys: `pk_test_` or `pk_live_`, then base64 of a host and a `$`.
-fn hosts_of_keys(text: &str) -> impl Iterator<Item = String> {
-    let keys = ["pk_test_", "pk_live_"].into_iter().flat_map(|form| text.split(form).skip(1));
+fn hosts_in_keys(text: &str) -> impl Iterator<Item = String> {
+    let keys = ["pk_test_", "pk_live_"].into_iter().flat_map(|prefix| text.split(prefix).skip(1));
     keys.filter_map(|rest| {
-        let is_code = |c: char| c.is_ascii_alphanumeric() || "+/-_".contains(c);
-        let code = rest.split(|c| !is_code(c)).next().unwrap_or_default();
-        let code = code.replace('-', "+").replace('_', "/");
-        let text = String::from_utf8(STANDARD_NO_PAD.decode(code).ok()?).ok()?;
+        let is_base64 = |c: char| c.is_ascii_alphanumeric() || "+/-_".contains(c);
+        let encoded = rest.split(|c| !is_base64(c)).next().unwrap_or_default();
+        let encoded = encoded.replace('-', "+").replace('_', "/");
+        let text = String::from_utf8(STANDARD_NO_PAD.decode(encoded).ok()?).ok()?;
         text.strip_suffix('$').filter(|host| host.chars().all(is_host)).map(str::to_owned)
     })
 }
 
-fn placeholder_in_text(text: &str) -> Option<&str> {
+fn find_placeholder_in_text(text: &str) -> Option<&str> {
     if let Some(known) = PLACEHOLDER_HOSTS.into_iter().find(|known| text.contains(known)) {
         return Some(known);
     }
@@ -99,8 +100,8 @@ mod tests {
         let started = std::time::Instant::now();
         assert_eq!(script_and_style_names(&names, usize::MAX).len(), 400_000);
         assert_eq!(script_and_style_names(&names, 10).len(), 10);
-        assert_eq!(placeholder_host(&hosts), None);
-        assert_eq!(placeholder_host(&"é.placeholder".repeat(20_000)), None);
+        assert_eq!(find_placeholder_host(&hosts), None);
+        assert_eq!(find_placeholder_host(&"é.placeholder".repeat(20_000)), None);
         // A quadratic scan takes many minutes.
         assert!(started.elapsed().as_secs() < 30, "{:?}", started.elapsed());
     }
@@ -113,7 +114,7 @@ mod tests {
             "//clerk.placeholder.dev/npm",
             r#"const h="placeholder-idp.invalid";"#,
         ] {
-            assert!(placeholder_host(text).is_some(), "{text}");
+            assert!(find_placeholder_host(text).is_some(), "{text}");
         }
         for text in [
             r#"<input placeholder="Search">"#,
@@ -122,7 +123,7 @@ mod tests {
             "::placeholder{color:red}",
             "https://idp.test/placeholder",
         ] {
-            assert_eq!(placeholder_host(text), None, "{text}");
+            assert_eq!(find_placeholder_host(text), None, "{text}");
         }
     }
 
@@ -134,11 +135,11 @@ mod tests {
         };
         for host in ["placeholder-idp.invalid", "idp.example.com", "clerk.placeholder.dev"] {
             for form in ["test", "live"] {
-                assert_eq!(placeholder_host(&key(form, host)).as_deref(), Some(host));
+                assert_eq!(find_placeholder_host(&key(form, host)).as_deref(), Some(host));
             }
         }
         for text in [key("test", "idp.svc.test"), "pk_test_".to_owned(), r#""pk_live_!""#.to_owned()] {
-            assert_eq!(placeholder_host(&text), None, "{text}");
+            assert_eq!(find_placeholder_host(&text), None, "{text}");
         }
     }
 }

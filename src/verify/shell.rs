@@ -5,22 +5,24 @@ use std::time::Duration;
 
 use url::Url;
 
+use super::host_client::{HostClient, HostResponse};
 use super::scan;
-use super::site::{Site, SiteResponse};
 use svc_base::diagnosis::{Finding, Findings};
 
 const MAX_FILES: usize = 400;
 const MAX_TOTAL_BYTES: usize = 96 << 20;
-/// Maximum different names of scripts and styles in one file.
-const MAX_NAMES: usize = 2000;
-/// Maximum different files that are named, including names that turn out to be no files.
-const MAX_NAMED_FILES: usize = 4000;
+/// Maximum distinct names of scripts and styles in one file.
+const MAX_NAMES_PER_FILE: usize = 2000;
+/// Maximum distinct URLs that the files refer to, including those that are not files.
+const MAX_REFERENCES: usize = 4000;
 /// Part of every call of the legacy route, however its URL is built.
-const LEGACY: &str = "api/canvas";
+const LEGACY_API_PATH: &str = "api/canvas";
 /// The page's `meta` that declares where canvas gestures may begin.
-const GESTURES: &str = "svc-canvas-gestures";
-const FROM_SURFACE: &str = "surface";
-const CHECKS: [&str; 3] = ["placeholder-host", "legacy-canvas", "canvas-gestures"];
+const GESTURES_META: &str = "svc-canvas-gestures";
+const GESTURES_ON_SURFACE: &str = "surface";
+const PLACEHOLDER_CHECK: &str = "placeholder-host";
+const LEGACY_CHECK: &str = "legacy-canvas";
+const GESTURES_CHECK: &str = "canvas-gestures";
 
 /// A file of the shell.
 struct ShellFile {
@@ -28,28 +30,28 @@ struct ShellFile {
     text: String,
 }
 
-pub async fn check_shell(site: &Site, deadline: Duration) -> Vec<Finding> {
+pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     let findings = Findings::new("shell");
     let next = "systemctl status svc-shell; journalctl -u svc-shell -n 50 on the host";
-    let loaded = match tokio::time::timeout(deadline, load(site)).await {
+    let loaded = match tokio::time::timeout(timeout, load_shell(host)).await {
         Ok(loaded) => loaded,
-        Err(_) => Err(format!("not read within {} s", deadline.as_secs())),
+        Err(_) => Err(format!("not read within {} s", timeout.as_secs())),
     };
-    let parts = match loaded {
-        Ok(parts) => parts,
+    let files = match loaded {
+        Ok(files) => files,
         Err(why) => {
             let mut list = findings.problem(why, next).into_list();
-            for check in CHECKS {
+            for check in [PLACEHOLDER_CHECK, LEGACY_CHECK, GESTURES_CHECK] {
                 list.extend(Findings::new(check).skipped("the shell could not be read").into_list());
             }
             return list;
         }
     };
-    let bytes: usize = parts.iter().map(|part| part.text.len()).sum();
-    let read = format!("its page and {} files, {} KiB", parts.len() - 1, bytes >> 10);
+    let bytes: usize = files.iter().map(|file| file.text.len()).sum();
+    let read = format!("its page and {} files, {} KiB", files.len() - 1, bytes >> 10);
     // Megabytes of text: other tasks of this thread must not wait for it.
     let checks = tokio::task::spawn_blocking(move || {
-        [check_placeholder(&parts), check_legacy_calls(&parts), check_gestures(&parts)]
+        [check_placeholder(&files), check_legacy_calls(&files), check_gestures(&files)]
     });
     match checks.await {
         Ok(checks) => {
@@ -62,91 +64,94 @@ pub async fn check_shell(site: &Site, deadline: Duration) -> Vec<Finding> {
 }
 
 /// Loads the page and, transitively, all files that it refers to.
-async fn load(site: &Site) -> Result<Vec<ShellFile>, String> {
-    let front = site.get(site.base(), "text/html").await?;
-    if !front.status.is_success() || !front.kind.starts_with("text/html") {
-        return Err(format!("the page returned {} {}", front.status, front.kind));
+async fn load_shell(host: &HostClient) -> Result<Vec<ShellFile>, String> {
+    let response = host.get(host.base(), "text/html").await?;
+    if !response.status.is_success() || !response.content_type.starts_with("text/html") {
+        return Err(format!("the page returned {} {}", response.status, response.content_type));
     }
     let mut seen: HashSet<Url> = HashSet::new();
-    let mut wanted: VecDeque<(Url, bool)> = VecDeque::new();
-    let (page, names) = read_names(front, site.base()).await?;
-    queue_files(site.base(), site.base(), &names, true, &mut seen, &mut wanted)?;
-    if wanted.is_empty() {
-        return Err("the page refers to no script, so it is not a shell".to_owned());
-    }
+    let mut queue: VecDeque<(Url, bool)> = VecDeque::new();
+    let (page, names) = read_names(response, host.base()).await?;
+    queue_files(host.base(), host.base(), &names, true, &mut seen, &mut queue)?;
+    let mut has_script = false;
     let mut bytes = page.len();
-    let mut parts = vec![ShellFile { url: site.base().clone(), text: page }];
-    while let Some((url, from_page)) = wanted.pop_front() {
-        if parts.len() >= MAX_FILES || bytes >= MAX_TOTAL_BYTES {
+    let mut files = vec![ShellFile { url: host.base().clone(), text: page }];
+    while let Some((url, from_page)) = queue.pop_front() {
+        let response = host.get(&url, "*/*").await?;
+        // A quoted name in a script need not be a file; a name in the page must be one.
+        let is_script = response.content_type.contains("javascript");
+        let is_code = is_script || response.content_type.contains("css");
+        if !response.status.is_success() || !is_code {
+            if from_page {
+                return Err(format!("{} returned {} {}", url.path(), response.status, response.content_type));
+            }
+            continue;
+        }
+        if files.len() >= MAX_FILES || bytes + response.body.len() > MAX_TOTAL_BYTES {
             return Err(format!(
                 "more than {MAX_FILES} files or {} MiB: some were not read",
                 MAX_TOTAL_BYTES >> 20
             ));
         }
-        let response = site.get(&url, "*/*").await?;
-        // A quoted name in a script need not be a file; a name in the page must be one.
-        let is_code = response.kind.contains("javascript") || response.kind.contains("css");
-        if !response.status.is_success() || !is_code {
-            if from_page {
-                return Err(format!("{} returned {} {}", url.path(), response.status, response.kind));
-            }
-            continue;
-        }
+        has_script |= is_script;
         let (text, names) = read_names(response, &url).await?;
         bytes += text.len();
-        queue_files(site.base(), &url, &names, false, &mut seen, &mut wanted)?;
-        parts.push(ShellFile { url, text });
+        queue_files(host.base(), &url, &names, false, &mut seen, &mut queue)?;
+        files.push(ShellFile { url, text });
     }
-    Ok(parts)
+    if !has_script {
+        return Err("the page refers to no script, so it is not a shell".to_owned());
+    }
+    Ok(files)
 }
 
 /// The text of a file, and the names of scripts and styles in it.
-async fn read_names(response: SiteResponse, url: &Url) -> Result<(String, Vec<String>), String> {
+async fn read_names(response: HostResponse, url: &Url) -> Result<(String, Vec<String>), String> {
     let scan = tokio::task::spawn_blocking(move || {
         let text = response.text().into_owned();
-        let names = scan::script_and_style_names(&text, MAX_NAMES + 1);
+        let names = scan::script_and_style_names(&text, MAX_NAMES_PER_FILE + 1);
         let names: Vec<_> = names.into_iter().map(str::to_owned).collect();
         (text, names)
     });
     let (text, names) = scan.await.map_err(|error| format!("{}: {error}", url.path()))?;
-    if names.len() > MAX_NAMES {
-        return Err(format!("{} names more than {MAX_NAMES} scripts and styles", url.path()));
+    if names.len() > MAX_NAMES_PER_FILE {
+        return Err(format!("{} refers to more than {MAX_NAMES_PER_FILE} scripts and styles", url.path()));
     }
     Ok((text, names))
 }
 
 fn queue_files(
     base: &Url,
-    of: &Url,
+    referrer: &Url,
     names: &[String],
     from_page: bool,
     seen: &mut HashSet<Url>,
-    wanted: &mut VecDeque<(Url, bool)>,
+    queue: &mut VecDeque<(Url, bool)>,
 ) -> Result<(), String> {
     for name in names {
         let relative = name.starts_with('.') || name.starts_with('/') || name.contains("://");
         // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
-        let from = if relative { of } else { base };
+        let from = if relative { referrer } else { base };
         if let Ok(url) = from.join(name)
             && url.origin() == base.origin()
             && !seen.contains(&url)
         {
-            if seen.len() >= MAX_NAMED_FILES {
-                return Err(format!("more than {MAX_NAMED_FILES} scripts and styles are named"));
+            if seen.len() >= MAX_REFERENCES {
+                return Err(format!("the files refer to more than {MAX_REFERENCES} scripts and styles"));
             }
             seen.insert(url.clone());
-            wanted.push_back((url, from_page));
+            queue.push_back((url, from_page));
         }
     }
     Ok(())
 }
 
-fn check_placeholder(parts: &[ShellFile]) -> Findings {
-    let mut findings = Findings::new(CHECKS[0]);
-    for part in parts {
-        if let Some(host) = scan::placeholder_host(&part.text) {
+fn check_placeholder(files: &[ShellFile]) -> Findings {
+    let mut findings = Findings::new(PLACEHOLDER_CHECK);
+    for file in files {
+        if let Some(host) = scan::find_placeholder_host(&file.text) {
             findings = findings.problem(
-                format!("{} names {host}", part.url.path()),
+                format!("{} contains {host}", file.url.path()),
                 "the shell was built without NEXT_PUBLIC_IDP_PUBLISHABLE_KEY, or with an example key: rebuild the bundle \
                  with the identity provider's key",
             );
@@ -155,30 +160,29 @@ fn check_placeholder(parts: &[ShellFile]) -> Findings {
     findings.or_ok("neither the page nor its chunks contain one")
 }
 
-fn check_legacy_calls(parts: &[ShellFile]) -> Findings {
-    let mut findings = Findings::new(CHECKS[1]);
-    for part in parts.iter().filter(|part| part.text.contains(LEGACY)) {
+fn check_legacy_calls(files: &[ShellFile]) -> Findings {
+    let mut findings = Findings::new(LEGACY_CHECK);
+    for file in files.iter().filter(|file| file.text.contains(LEGACY_API_PATH)) {
         findings = findings.problem(
-            format!("{} names {LEGACY}", part.url.path()),
+            format!("{} contains {LEGACY_API_PATH}", file.url.path()),
             "an old shell: rebuild the bundle from the current sources",
         );
     }
-    findings.or_ok(format!("neither the page nor its chunks contain {LEGACY}"))
+    findings.or_ok(format!("neither the page nor its chunks contain {LEGACY_API_PATH}"))
 }
 
-fn check_gestures(parts: &[ShellFile]) -> Findings {
-    let findings = Findings::new(CHECKS[2]);
-    match meta_content(&parts[0].text, GESTURES) {
-        Some(from) if from == FROM_SURFACE => findings.ok(
+fn check_gestures(files: &[ShellFile]) -> Findings {
+    let findings = Findings::new(GESTURES_CHECK);
+    match meta_content(&files[0].text, GESTURES_META) {
+        Some(from) if from == GESTURES_ON_SURFACE => findings.ok(
             "the shell declares that pan and zoom begin only on the canvas surface; verify it in a browser",
         ),
         Some(from) => findings.problem(
             format!("the shell declares that pan and zoom begin on {from:?}"),
             "they would take gestures from the windows of apps: rebuild the bundle from the current sources",
         ),
-        None => {
-            findings.skipped(format!("the page has no <meta name=\"{GESTURES}\">: verify it in a browser"))
-        }
+        None => findings
+            .skipped(format!("the page has no <meta name=\"{GESTURES_META}\">: verify it in a browser")),
     }
 }
 
@@ -200,30 +204,30 @@ mod tests {
     fn meta_content_accepts_attributes_in_any_order() {
         let page =
             r#"<head><meta charset="utf-8"><meta content="surface" name="svc-canvas-gestures"></head>"#;
-        assert_eq!(meta_content(page, GESTURES), Some("surface"));
-        assert_eq!(meta_content("<p>svc-canvas-gestures</p>", GESTURES), None);
+        assert_eq!(meta_content(page, GESTURES_META), Some("surface"));
+        assert_eq!(meta_content("<p>svc-canvas-gestures</p>", GESTURES_META), None);
     }
 
     #[test]
     fn queue_files_resolves_names_like_a_browser() {
         let base = Url::parse("https://app.test/").unwrap();
         let chunk = base.join("/assets/main.js").unwrap();
-        let (mut seen, mut wanted) = (HashSet::new(), VecDeque::new());
+        let (mut seen, mut queue) = (HashSet::new(), VecDeque::new());
         let names = ["./a.js", "assets/b.js", "https://cdn.test/c.js"].map(str::to_owned);
-        queue_files(&base, &chunk, &names, false, &mut seen, &mut wanted).unwrap();
-        let paths: Vec<_> = wanted.iter().map(|(url, _)| url.as_str()).collect();
+        queue_files(&base, &chunk, &names, false, &mut seen, &mut queue).unwrap();
+        let paths: Vec<_> = queue.iter().map(|(url, _)| url.as_str()).collect();
         assert_eq!(paths, ["https://app.test/assets/a.js", "https://app.test/assets/b.js"]);
     }
 
     #[test]
     fn queue_files_refuses_too_many_names() {
         let base = Url::parse("https://app.test/").unwrap();
-        let (mut seen, mut wanted) = (HashSet::new(), VecDeque::new());
-        let names: Vec<_> = (0..=MAX_NAMED_FILES).map(|n| format!("{n}.js")).collect();
-        let queued = queue_files(&base, &base, &names[1..], false, &mut seen, &mut wanted);
-        assert_eq!((queued, wanted.len()), (Ok(()), MAX_NAMED_FILES));
-        assert!(queue_files(&base, &base, &names[1..], false, &mut seen, &mut wanted).is_ok(), "no new one");
-        assert!(queue_files(&base, &base, &names, false, &mut seen, &mut wanted).is_err());
-        assert_eq!((seen.len(), wanted.len()), (MAX_NAMED_FILES, MAX_NAMED_FILES));
+        let (mut seen, mut queue) = (HashSet::new(), VecDeque::new());
+        let names: Vec<_> = (0..=MAX_REFERENCES).map(|n| format!("{n}.js")).collect();
+        let queued = queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue);
+        assert_eq!((queued, queue.len()), (Ok(()), MAX_REFERENCES));
+        assert!(queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue).is_ok(), "no new one");
+        assert!(queue_files(&base, &base, &names, false, &mut seen, &mut queue).is_err());
+        assert_eq!((seen.len(), queue.len()), (MAX_REFERENCES, MAX_REFERENCES));
     }
 }

@@ -84,15 +84,15 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     assert_eq!((here.code, outside.code), (Some(0), Some(0)));
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
-    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names placeholder-idp.invalid").await;
+    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains placeholder-idp.invalid").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.example.com"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
-    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names idp.example.com").await;
+    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains idp.example.com").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
     fleet.verify_here(&[]).await.expect("placeholder-host", "ok", "neither the page nor its chunks");
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
-    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js names api/canvas").await;
+    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
     let windows = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
     shell.serve(&[("index.html", &windows)]).await;
@@ -106,6 +106,9 @@ async fn release_is_verified_on_the_host_and_from_outside() {
         Some(65),
         "--strict: a skipped check is a failure"
     );
+    let styles = "<link rel=\"stylesheet\" href=\"/assets/main.css\">";
+    shell.serve(&[("index.html", styles), ("assets/main.css", "p{}")]).await;
+    here_and_outside(&fleet, "shell", "the page refers to no script").await;
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
     here_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
     shell.serve(&[]).await;
@@ -166,7 +169,7 @@ async fn rollout_waits_for_an_operator_when_its_release_fails_the_checks() {
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
     svcctl(0, &["deploy", "resume"]).await;
     let text = svcctl(75, &["deploy", "status", "--wait=100"]).await;
-    contains(&text, &["ada: legacy-canvas: /assets/vendor.js names api/canvas"]);
+    contains(&text, &["ada: legacy-canvas: /assets/vendor.js contains api/canvas"]);
 
     shell.serve(&[]).await;
     svcctl(0, &["deploy", "resume"]).await;

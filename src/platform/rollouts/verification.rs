@@ -25,7 +25,7 @@ use svc_base::untrusted_text;
 use svc_http::proof::{self, Route};
 use svc_http::request_id;
 use svc_machine::id::MachineId;
-use svc_verify::{CHECK_TIMEOUT, Credential, Site, TIMEOUTS, check_release};
+use svc_verify::{CHECK_TIMEOUT, Credential, HostClient, TIMEOUTS, check_release};
 use svc_wire::rollout::{RolloutFinding, RolloutState, RolloutVerification};
 
 /// Machines that are verified; each has the same release.
@@ -177,7 +177,7 @@ fn database(machine: &MachineRow) -> Findings {
 }
 
 /// The host, as the router reaches it for its owner.
-fn site(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<Site> {
+fn site(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
     let (base, client) = host_call::client_of(platform, machine, TIMEOUTS)?;
     let (platform, machine) = (Arc::clone(platform), machine.clone());
     let sign = move || {
@@ -186,7 +186,7 @@ fn site(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<Site> 
         HeaderValue::from_str(&proof).unwrap_or_else(|_| HeaderValue::from_static(""))
     };
     let header = HeaderName::from_static(proof::HEADER);
-    Ok(Site::direct(client, base, Credential::Signed(header, Box::new(sign))))
+    Ok(HostClient::direct(client, base, Credential::Signed(header, Box::new(sign))))
 }
 
 fn finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::{HeaderName, Method, StatusCode};
 use secrecy::{ExposeSecret, SecretString};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use url::Url;
 
@@ -22,12 +23,12 @@ pub const TIMEOUTS: Deadlines = Deadlines {
 };
 /// Maximum size of a response body that an operator's command reads.
 const MAX_BODY_BYTES: usize = 32 << 20;
-/// Maximum size of a response body that the platform reads, of hosts that may be hostile.
+/// Maximum size of a response body that the platform reads: hosts may be hostile.
 const MAX_PLATFORM_BODY_BYTES: usize = 4 << 20;
 
 /// How requests are authenticated.
 pub enum Credential {
-    /// By the trusted socket.
+    /// The trusted socket needs no credential.
     None,
     Header(HeaderName, HeaderValue),
     /// A new value for each request, because it expires soon.
@@ -44,7 +45,7 @@ impl Credential {
     }
 }
 
-pub struct Site {
+pub struct HostClient {
     client: reqwest::Client,
     base: Url,
     credential: Credential,
@@ -52,24 +53,26 @@ pub struct Site {
 }
 
 /// A response with its whole body.
-pub struct SiteResponse {
+pub struct HostResponse {
     pub status: StatusCode,
-    pub kind: String,
+    pub content_type: String,
     pub body: Bytes,
 }
 
-impl SiteResponse {
+impl HostResponse {
     pub fn text(&self) -> std::borrow::Cow<'_, str> {
         String::from_utf8_lossy(&self.body)
     }
 
-    pub fn json(&self) -> Option<Value> {
-        serde_json::from_slice(&self.body).ok()
+    /// # Errors
+    /// Why the body is not this.
+    pub fn json<T: DeserializeOwned>(&self) -> Result<T, String> {
+        serde_json::from_slice(&self.body).map_err(|error| error.to_string())
     }
 }
 
-impl Site {
-    pub fn by_socket(socket: &Path) -> anyhow::Result<Self> {
+impl HostClient {
+    pub fn over_socket(socket: &Path) -> anyhow::Result<Self> {
         let base = Url::parse("http://gateway/")?;
         let client = client::over_socket(TIMEOUTS, socket)?;
         Ok(Self { client, base, credential: Credential::None, max_body_bytes: MAX_BODY_BYTES })
@@ -81,7 +84,7 @@ impl Site {
     }
 
     /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
-    pub fn by_router(base: Url, token: &SecretString) -> anyhow::Result<Self> {
+    pub fn through_router(base: Url, token: &SecretString) -> anyhow::Result<Self> {
         let token = token.expose_secret();
         let is_session = token.starts_with("svcs_");
         let (name, text) = if !is_session && token.split('.').count() == 3 {
@@ -99,16 +102,16 @@ impl Site {
         &self.base
     }
 
-    /// The URL of a path on this site.
+    /// The URL of a path on this host.
     pub fn url(&self, path: &str) -> Url {
         self.base.join(path).unwrap_or_else(|_| self.base.clone())
     }
 
-    pub async fn get(&self, url: &Url, accept: &'static str) -> Result<SiteResponse, String> {
+    pub async fn get(&self, url: &Url, accept: &'static str) -> Result<HostResponse, String> {
         self.request(Method::GET, url, accept, None).await
     }
 
-    pub async fn post(&self, url: &Url, body: &Value) -> Result<SiteResponse, String> {
+    pub async fn post(&self, url: &Url, body: &Value) -> Result<HostResponse, String> {
         self.request(Method::POST, url, "application/json", Some(body)).await
     }
 
@@ -118,8 +121,8 @@ impl Site {
         url: &Url,
         accept: &'static str,
         body: Option<&Value>,
-    ) -> Result<SiteResponse, String> {
-        // The credential is only for this site.
+    ) -> Result<HostResponse, String> {
+        // The credential is only for this host.
         if url.origin() != self.base.origin() {
             return Err(format!("{url} has another origin"));
         }
@@ -129,7 +132,7 @@ impl Site {
             request = request.header(name, value);
         }
         if method != Method::GET {
-            // A page of this site would send the same header.
+            // A page of this host would send the same header.
             request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
         }
         if let Some(body) = body {
@@ -137,13 +140,13 @@ impl Site {
         }
         let mut response = request.send().await.map_err(failed)?;
         let status = response.status();
-        let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
-        let kind = kind.unwrap_or_default().to_owned();
+        let content_type = response.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let content_type = content_type.unwrap_or_default().to_owned();
         let mut body = Vec::new();
         read_response(&mut response, self.max_body_bytes, &mut body).await.map_err(|error| match error {
             ResponseBodyError::TooLarge(max) => format!("{}: more than {} MiB", url.path(), max >> 20),
             ResponseBodyError::Http(error) => failed(error),
         })?;
-        Ok(SiteResponse { status, kind, body: body.into() })
+        Ok(HostResponse { status, content_type, body: body.into() })
     }
 }

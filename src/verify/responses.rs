@@ -1,0 +1,145 @@
+//! The gateway's responses, as far as the checks read them. A host may be hostile: what is not read is not stored, and
+//! lists have a limit.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+/// More apps than a machine runs.
+const MAX_APPS: usize = 1000;
+
+/// The response of `/readyz`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Readiness {
+    pub status: String,
+    pub database: String,
+    pub apps: String,
+    pub server: Option<String>,
+}
+
+/// The response of `/api/apps`.
+#[derive(Debug, Deserialize)]
+pub struct AppList {
+    pub apps: BoundedList<App>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct App {
+    pub slug: Option<String>,
+    #[serde(default)]
+    pub status: String,
+    pub error: Option<String>,
+    pub icon: Option<String>,
+    #[serde(default)]
+    pub tables: Vec<IgnoredAny>,
+}
+
+/// The response of the bridge's action `schemas`.
+#[derive(Debug, Deserialize)]
+pub struct SchemaList {
+    pub data: SchemaNames,
+}
+
+/// The names of the apps in `data`: an array of objects, or an object keyed by name.
+#[derive(Debug)]
+pub struct SchemaNames(pub Vec<String>);
+
+#[derive(Deserialize)]
+struct AppSchema {
+    #[serde(alias = "slug")]
+    app: Option<String>,
+}
+
+/// A list of at most [`MAX_APPS`] items.
+#[derive(Debug)]
+pub struct BoundedList<T>(pub Vec<T>);
+
+fn too_many<E: Error>() -> E {
+    E::custom(format!("more than {MAX_APPS} apps"))
+}
+
+struct ListVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for ListVisitor<T> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Vec<T>, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element()? {
+            if list.len() == MAX_APPS {
+                return Err(too_many());
+            }
+            list.push(item);
+        }
+        Ok(list)
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for BoundedList<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(ListVisitor(PhantomData)).map(Self)
+    }
+}
+
+struct NamesVisitor;
+
+impl<'de> Visitor<'de> for NamesVisitor {
+    type Value = Vec<String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of objects, or an object keyed by name")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<Vec<String>, A::Error> {
+        let items = ListVisitor::<AppSchema>(PhantomData).visit_seq(items)?;
+        Ok(items.into_iter().filter_map(|item| item.app).collect())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut items: A) -> Result<Vec<String>, A::Error> {
+        let mut names = Vec::new();
+        while let Some((name, IgnoredAny)) = items.next_entry()? {
+            if names.len() == MAX_APPS {
+                return Err(too_many());
+            }
+            names.push(name);
+        }
+        Ok(names)
+    }
+}
+
+impl<'de> Deserialize<'de> for SchemaNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(NamesVisitor).map(Self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schema_names_are_read_from_array_and_object() {
+        let names = |text: &str| serde_json::from_str::<SchemaList>(text).map(|list| list.data.0);
+        let array = r#"{"data": [{"app": "notes", "tables": [[1]]}, {"slug": "tasks"}, {}]}"#;
+        assert_eq!(names(array).unwrap(), ["notes", "tasks"]);
+        assert_eq!(names(r#"{"data": {"notes": {"tables": []}}}"#).unwrap(), ["notes"]);
+        assert!(names(r#"{"data": "notes"}"#).is_err());
+    }
+
+    #[test]
+    fn lists_are_bounded() {
+        let list = |count: usize| format!("[{}]", vec!["{\"slug\":\"a\"}"; count].join(","));
+        let apps = |count| serde_json::from_str::<AppList>(&format!("{{\"apps\":{}}}", list(count)));
+        assert_eq!(apps(MAX_APPS).unwrap().apps.0.len(), MAX_APPS);
+        assert!(apps(MAX_APPS + 1).unwrap_err().to_string().contains("more than 1000 apps"));
+        let schemas = |count| serde_json::from_str::<SchemaList>(&format!("{{\"data\":{}}}", list(count)));
+        assert!(schemas(MAX_APPS).is_ok() && schemas(MAX_APPS + 1).is_err());
+    }
+}
