@@ -2,7 +2,7 @@
 //!
 //! A path is resolved from an open descriptor, one component at a time. Symbolic links are not followed, the path
 //! cannot leave the directory, and a FIFO does not block. The caller gets the checked descriptor and never opens the
-//! path again. (openat2(2) would do this in one call, but it is unavailable where systemd restricts setuid files.)
+//! path again. (openat2(2) would do this in one call, but systemd's `RestrictSUIDSGID=` blocks it.)
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -17,7 +17,7 @@ use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, open, openat};
 use nix::sys::stat::{Mode, SFlag, fstat, fstatat};
 
-const LINK: &str = "symbolic links are not followed";
+const LINK_REFUSED: &str = "symbolic links are not followed";
 
 /// An open directory.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Folder {
     /// is not opened, even if this process could read it.
     ///
     /// # Errors
-    /// `NotFound`; `InvalidInput` if it is no regular file or a component is a link; `PermissionDenied`; other errors
+    /// `NotFound`; `InvalidInput` if it is not a regular file or a component is a link; `PermissionDenied`; other errors
     /// of the file system.
     pub fn file(&self, below: &Path) -> io::Result<File> {
         let file = File::from(self.resolve(below, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
@@ -68,12 +68,12 @@ impl Folder {
 
     /// Opens or creates a file in this directory for appending.
     ///
-    /// It must be a regular file of the directory's owner with one name: a hard link to another file is not opened. A
-    /// process of root gives a new file to that owner.
+    /// It must be a regular file with a single name that belongs to the directory's owner; a file with several hard links
+    /// is not opened. If this process runs as root, a new file is given to that owner.
     ///
     /// # Errors
-    /// `InvalidInput` if the name is a link or no regular file; `PermissionDenied` if it is the file of another user, or
-    /// has another name; other errors of the file system.
+    /// `InvalidInput` if the name is a link or not a regular file; `PermissionDenied` if it is the file of another user,
+    /// or has several hard links; other errors of the file system.
     pub fn append(&self, name: &OsStr) -> io::Result<File> {
         let flags = OFlag::O_RDWR | OFlag::O_APPEND | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let file = match open_in(self.fd.as_fd(), name, flags) {
@@ -84,8 +84,11 @@ impl Folder {
         if !meta.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
-        if meta.uid() != self.owner || meta.nlink() != 1 {
+        if meta.uid() != self.owner {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the file belongs to another user"));
+        }
+        if meta.nlink() != 1 {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the file has several hard links"));
         }
         Ok(file)
     }
@@ -114,7 +117,7 @@ impl Folder {
     /// Same as [`Self::file`]; `FileTooLarge`.
     pub fn read(&self, below: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
-        // The size at opening is no bound, because another process may be appending.
+        // The size at opening is not a limit: another process may be appending.
         self.file(below)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
         if content.len() as u64 > max {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {max} bytes")));
@@ -174,8 +177,8 @@ fn open_in(directory: BorrowedFd<'_>, name: &OsStr, flags: OFlag) -> io::Result<
                 .is_ok_and(|meta| meta.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
         };
         match error {
-            Errno::ELOOP => io::Error::new(io::ErrorKind::InvalidInput, LINK),
-            Errno::ENOTDIR if is_link() => io::Error::new(io::ErrorKind::InvalidInput, LINK),
+            Errno::ELOOP => io::Error::new(io::ErrorKind::InvalidInput, LINK_REFUSED),
+            Errno::ENOTDIR if is_link() => io::Error::new(io::ErrorKind::InvalidInput, LINK_REFUSED),
             error => error.into(),
         }
     })
@@ -213,7 +216,7 @@ mod tests {
         symlink(dir.path().join("secret"), home.join("app/secret")).unwrap();
         for path in ["root/etc/passwd", "inside/page", "app/secret", "inside"] {
             let refusal = folder.file(Path::new(path)).expect_err("it is refused");
-            assert_eq!(refusal.to_string(), LINK, "{path}");
+            assert_eq!(refusal.to_string(), LINK_REFUSED, "{path}");
         }
         assert_eq!(kind(folder.folder(Path::new("inside"))), io::ErrorKind::InvalidInput);
         assert_eq!(folder.read(Path::new("app/dist/page"), 4).unwrap(), b"page");

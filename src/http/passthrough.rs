@@ -1,7 +1,7 @@
-//! Passes validations by TLS-ALPN-01 through to the machine that they are for.
+//! Forwards TLS-ALPN-01 validations to the machine whose name they validate.
 //!
 //! A public CA resolves a machine's name to the router, and the machine must respond with its own certificate. Only the
-//! ClientHello is inspected, and nothing of it is consumed: every other connection is served as if it had not been.
+//! ClientHello is inspected, and it is peeked, not read: other connections are then served as usual.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -19,9 +19,9 @@ use super::rate::RateLimit;
 const MAX_HELLO_BYTES: usize = 8 << 10;
 const RECORD_HEADER_BYTES: usize = 5;
 const HANDSHAKE_RECORD: u8 = 22;
-/// Pause until the rest of a ClientHello is looked for: peeking does not wait for more.
-const PEEK_PAUSE: Duration = Duration::from_millis(1);
-const MAX_PEEK_PAUSE: Duration = Duration::from_millis(50);
+/// Interval between peeks at an incomplete ClientHello; `peek` does not wait for more data.
+const PEEK_INTERVAL: Duration = Duration::from_millis(1);
+const MAX_PEEK_INTERVAL: Duration = Duration::from_millis(50);
 /// A validation's ClientHello fits into one or two packets. A slower client is served without being inspected.
 const PEEK_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -30,10 +30,10 @@ const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
-const PLACE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Per name and network of the client: another network than the CA's cannot use up what the CA needs. A CA validates again
-/// with each attempt of the machine.
-const VALIDATIONS_PER_NAME: u32 = 20;
+const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA validates again with
+/// each attempt of the machine.
+const VALIDATION_BURST: u32 = 20;
 const VALIDATION_INTERVAL: Duration = Duration::from_secs(3);
 
 /// A validation of a machine that the listener knows.
@@ -59,11 +59,11 @@ impl Passthrough {
         Self {
             find: Box::new(find),
             connections: Semaphore::new(MAX_FORWARDED_CONNECTIONS),
-            rate: RateLimit::every(VALIDATION_INTERVAL, VALIDATIONS_PER_NAME),
+            rate: RateLimit::every(VALIDATION_INTERVAL, VALIDATION_BURST),
         }
     }
 
-    /// Whether the connection is a validation, by its unread ClientHello.
+    /// The validation that the connection starts, if its ClientHello is one. Does not consume it.
     pub async fn find_validation(&self, stream: &TcpStream) -> Option<Validation> {
         let name = validated_name(&peek_hello(stream).await?)?;
         let machine = (self.find)(&name)?;
@@ -73,21 +73,21 @@ impl Passthrough {
     /// Connects the two sides until the machine closes, within limits of time, size and number.
     pub async fn forward(&self, mut client: TcpStream, Validation { name, machine }: Validation) {
         let Ok(peer) = client.peer_addr() else { return };
-        // Anyone can cause these: they are no warnings.
+        // Anyone can cause these, so they are not logged as warnings.
         if self.rate.check(&(addresses::network(peer.ip()), name.clone())).is_err() {
-            tracing::debug!(%name, %peer, "validation refused: too many of this machine");
+            tracing::debug!(%name, %peer, "validation refused: too many for this machine");
             return;
         }
-        let place = tokio::time::timeout(PLACE_TIMEOUT, self.connections.acquire()).await;
-        let Ok(Ok(_place)) = place else {
+        let permit = tokio::time::timeout(PERMIT_TIMEOUT, self.connections.acquire()).await;
+        let Ok(Ok(_permit)) = permit else {
             tracing::debug!(%name, %peer, "validation refused: too many at once");
             return;
         };
         let connected = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(machine)).await;
         let mut host = match connected {
             Ok(Ok(host)) => host,
-            Ok(Err(error)) => return tracing::warn!(%name, %error, "validation: machine unreachable"),
-            Err(_) => return tracing::warn!(%name, "validation: timeout connecting to the machine"),
+            Ok(Err(error)) => return tracing::debug!(%name, %error, "validation: machine unreachable"),
+            Err(_) => return tracing::debug!(%name, "validation: timeout connecting to the machine"),
         };
         let (client_reader, mut client_writer) = client.split();
         let (host_reader, mut host_writer) = host.split();
@@ -101,7 +101,7 @@ impl Passthrough {
             let _ = tokio::io::copy(&mut down, &mut client_writer).await;
             let _ = client_writer.shutdown().await;
         };
-        // A client that stays silent must not keep its place once the machine has closed.
+        // A client that stays silent must not hold its permit once the machine has closed.
         let until_closed = async {
             tokio::pin!(downward);
             tokio::select! {
@@ -111,17 +111,17 @@ impl Passthrough {
         };
         match tokio::time::timeout(FORWARD_TIMEOUT, until_closed).await {
             Ok(_) => tracing::info!(%name, %machine, "validation passed through"),
-            Err(_) => tracing::warn!(%name, %machine, "validation cut off: it took too long"),
+            Err(_) => tracing::debug!(%name, %machine, "validation cut off: it took too long"),
         }
     }
 }
 
-/// The first record, without reading it; `None` if it is no ClientHello of a validation.
+/// Peeks at the first record; `None` if it is not the ClientHello of a validation.
 async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     // A client that sends nothing costs no buffer.
     stream.readable().await.ok()?;
     let mut hello = vec![0; MAX_HELLO_BYTES];
-    let (mut seen, mut pause) = (0, PEEK_PAUSE);
+    let (mut seen, mut interval) = (0, PEEK_INTERVAL);
     let started = Instant::now();
     while started.elapsed() < PEEK_TIMEOUT {
         let peeked = stream.peek(&mut hello).await.ok()?;
@@ -142,9 +142,9 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
                 return is_validation.then_some(hello);
             }
         }
-        pause = if peeked > seen { PEEK_PAUSE } else { (pause * 2).min(MAX_PEEK_PAUSE) };
+        interval = if peeked > seen { PEEK_INTERVAL } else { (interval * 2).min(MAX_PEEK_INTERVAL) };
         seen = peeked;
-        tokio::time::sleep(pause).await;
+        tokio::time::sleep(interval).await;
     }
     None
 }

@@ -23,12 +23,12 @@ const MAX_EXEMPT: usize = 1000;
 #[derive(Debug, Clone)]
 pub struct HostTrust {
     pub domain: Option<HostDomain>,
-    pub chain: Option<ChainRule>,
+    pub chain: Option<ChainPolicy>,
 }
 
 /// When a host's certificate must chain to a trusted root.
 #[derive(Debug, Clone)]
-pub struct ChainRule {
+pub struct ChainPolicy {
     verifier: ChainVerifier,
     /// A new machine can request its certificate only once it is reachable.
     grace: Duration,
@@ -36,7 +36,7 @@ pub struct ChainRule {
     exempt: HashSet<MachineId>,
 }
 
-impl ChainRule {
+impl ChainPolicy {
     pub fn is_exempt(&self, machine: MachineId) -> bool {
         self.exempt.contains(&machine)
     }
@@ -47,7 +47,7 @@ impl ChainRule {
 }
 
 impl HostTrust {
-    /// Only by the pinned key, without names.
+    /// Verifies hosts only by their pinned keys; hosts have no names.
     pub fn pin_only() -> Self {
         Self { domain: None, chain: None }
     }
@@ -56,17 +56,20 @@ impl HostTrust {
     pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<Self> {
         let is_on = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY).is_on();
         let grace = Duration::from_secs(env.or_default(&vars::CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS));
-        let exempt = exempt(env)?;
+        let exempt = parse_exempt_machines(env)?;
         if !is_on {
             return Some(Self { domain, chain: None });
         }
         if domain.is_none() {
-            let why = "needs HOST_DOMAIN: a certificate is verified for the host's name";
-            env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
+            // An invalid domain is reported already.
+            if !env.is_set(&vars::HOST_DOMAIN) {
+                let why = "needs HOST_DOMAIN: the certificate is checked against the host's name";
+                env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
+            }
             return None;
         }
         match ChainVerifier::new(env.path(&SSL_CERT_FILE)) {
-            Ok(verifier) => Some(Self { domain, chain: Some(ChainRule { verifier, grace, exempt }) }),
+            Ok(verifier) => Some(Self { domain, chain: Some(ChainPolicy { verifier, grace, exempt }) }),
             Err(error) => {
                 env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, format!("{error:#}"));
                 None
@@ -81,21 +84,26 @@ impl HostTrust {
             .unwrap_or_else(|| ServerName::from(std::net::IpAddr::from(ip)))
     }
 
-    /// Since when the chain of this machine is required, in seconds since 1970; `None` if it is not.
-    pub fn chain_from(&self, machine: MachineId, registered_at: Option<Timestamp>) -> Option<u64> {
-        let rule = self.chain.as_ref().filter(|rule| !rule.is_exempt(machine))?;
+    /// When the chain of this machine becomes required, as Unix time in seconds; `None` if it never is. Without a
+    /// registration time only the grace period counts from 1970, so it is required.
+    pub fn chain_required_from(&self, machine: MachineId, registered_at: Option<Timestamp>) -> Option<u64> {
+        let policy = self.chain.as_ref().filter(|policy| !policy.is_exempt(machine))?;
         let registered = registered_at.map_or(0, Timestamp::as_second);
-        Some(u64::try_from(registered).unwrap_or(0).saturating_add(rule.grace.as_secs()))
+        Some(u64::try_from(registered).unwrap_or(0).saturating_add(policy.grace.as_secs()))
     }
 
     /// A client configuration for a machine with this pin.
     ///
     /// # Errors
     /// If the crypto provider does not support TLS.
-    pub fn client_config(&self, pin: SpkiPin, chain_from: Option<u64>) -> anyhow::Result<ClientConfig> {
-        let check = match (&self.chain, chain_from) {
-            (Some(rule), Some(from)) => ChainCheck::PinAndChain {
-                verifier: rule.verifier.clone(),
+    pub fn client_config(
+        &self,
+        pin: SpkiPin,
+        chain_required_from: Option<u64>,
+    ) -> anyhow::Result<ClientConfig> {
+        let check = match (&self.chain, chain_required_from) {
+            (Some(policy), Some(from)) => ChainCheck::PinAndChain {
+                verifier: policy.verifier.clone(),
                 from: UnixTime::since_unix_epoch(Duration::from_secs(from)),
             },
             _ => ChainCheck::PinOnly,
@@ -104,7 +112,7 @@ impl HostTrust {
     }
 }
 
-fn exempt(env: &mut Env) -> Option<HashSet<MachineId>> {
+fn parse_exempt_machines(env: &mut Env) -> Option<HashSet<MachineId>> {
     let variable = &vars::CUSTOMER_VPS_TLS_VERIFY_EXCEPT;
     let text = env.text(variable).unwrap_or_default();
     let ids = text.split(',').map(str::trim).filter(|id| !id.is_empty());
@@ -152,11 +160,11 @@ mod tests {
         ])
         .unwrap();
         let registered = Timestamp::from_second(1000).unwrap();
-        assert_eq!(trust.chain_from(machine, Some(registered)), Some(1600));
-        assert_eq!(trust.chain_from(machine, None), Some(600));
-        assert_eq!(trust.chain_from(exempt, Some(registered)), None);
+        assert_eq!(trust.chain_required_from(machine, Some(registered)), Some(1600));
+        assert_eq!(trust.chain_required_from(machine, None), Some(600));
+        assert_eq!(trust.chain_required_from(exempt, Some(registered)), None);
         let off = read(&[("HOST_DOMAIN", "hosts.example.com")]).unwrap();
-        assert_eq!(off.chain_from(machine, Some(registered)), None);
+        assert_eq!(off.chain_required_from(machine, Some(registered)), None);
         let name = trust.server_name(machine, Ipv4Addr::LOCALHOST);
         assert_eq!(name.to_str(), format!("{machine}.hosts.example.com"));
         assert_eq!(HostTrust::pin_only().server_name(machine, Ipv4Addr::LOCALHOST).to_str(), "127.0.0.1");

@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::dump;
-use super::kept::kept_of;
+use super::kept::list_kept_servers;
 use super::machine::{active_id, find};
 use crate::api::{ApiClient, ApiResponse};
 use crate::args::{BackupCommand, Target};
@@ -163,7 +163,7 @@ async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<Mac
         return Ok(api.get(&["vps", &id], &[]).await?.read()?);
     }
     let mut candidates = Vec::new();
-    for server in kept_of(api, target).await? {
+    for server in list_kept_servers(api, target).await? {
         let machine: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
         let question = waiting_operation(&machine).and_then(Operation::question);
         if question.is_some_and(|question| question.code == HELD_BACK) {

@@ -1,14 +1,15 @@
 //! The commands for machines out of service: `undelete`, `resume` and `discard`.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::anyhow;
-use http::Method;
+use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::machine::{active_id, finish};
 use super::risk;
-use crate::api::{ApiClient, ApiResponse};
+use crate::api::{ApiClient, ApiResponse, CallError};
 use crate::args::{Discard, Resume, Target, Undelete};
 use crate::confirm;
 use crate::out::Out;
@@ -23,14 +24,18 @@ use svc_wire::copies::KeptServer;
 use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
 use svc_wire::text::Text;
 
-/// Maximum wait for the id of a removal.
-const FILING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Machines that a request returns at most.
+const MAX_PAGE: &str = "500";
+/// Maximum wait for the platform to create the removal operation.
+const REMOVAL_CREATED_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub async fn undelete(api: &ApiClient, args: Undelete, out: &Out) -> Result<(), Failure> {
     let matches = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
-    let response = match kept_id(api, &args.machine, matches).await {
-        Ok(id) => send_undelete(api, &id).await?,
-        Err(failure) => undelete_active(api, &args.machine).await?.ok_or(failure)?,
+    let response = match find_kept_id(api, &args.machine, matches).await? {
+        Selection::One(id) => send_undelete(api, &id).await?,
+        Selection::None { failure, kept } => {
+            undelete_active(api, &args.machine, &kept).await?.ok_or(failure)?
+        }
     };
     finish::<UndeletedMachine>(api, response, args.wait, out).await
 }
@@ -40,13 +45,21 @@ async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure
 }
 
 /// Undeletes the active machine if no deleted machine has a server: its deletion may already have been undone.
-async fn undelete_active(api: &ApiClient, target: &Target) -> Result<Option<ApiResponse>, Failure> {
-    let kept = kept_of(api, target).await?;
-    if kept.iter().any(|server| server.reason == "deleted") {
+async fn undelete_active(
+    api: &ApiClient,
+    target: &Target,
+    kept: &KeptServers,
+) -> Result<Option<ApiResponse>, Failure> {
+    if kept.all().any(|server| server.reason == "deleted") {
         return Ok(None);
     }
-    let Ok(Some(id)) = active_id(api, target).await else { return Ok(None) };
-    Ok(send_undelete(api, &id).await.ok())
+    let Some(id) = active_id(api, target).await? else { return Ok(None) };
+    match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
+        Ok(response) => Ok(Some(response)),
+        // It was never deleted: the missing kept server is the better explanation.
+        Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Failure> {
@@ -58,9 +71,9 @@ pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Fail
 pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Failure> {
     let what = risk::discard_risk(&args);
     let must_confirm = confirm::is_required(&what, args.yes)?;
-    let id = match kept_id(api, &args.machine, |_| true).await {
-        Ok(id) => id,
-        Err(failure) => removed_id(api, &args.machine).await?.ok_or(failure)?,
+    let id = match find_kept_id(api, &args.machine, |_| true).await? {
+        Selection::One(id) => id,
+        Selection::None { failure, kept } => kept.removed_id().ok_or(failure)?,
     };
     let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.read()?;
     // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
@@ -71,14 +84,14 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Fa
     let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
     let mut discarded: DiscardedMachine = response.read()?;
     if discarded.operation_id.is_none() && !out.json {
-        discarded.operation_id = filed_removal(api, &id).await;
+        discarded.operation_id = wait_for_removal(api, &id).await;
     }
     out.print_response(&response, |view| Ok(shown::discarded(view, &discarded)))
 }
 
 /// The operation that deletes the server. The platform creates it shortly after the request.
-async fn filed_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>> {
-    let removal = wait::poll_until(FILING_TIMEOUT, async || {
+async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>> {
+    let removal = wait::poll_until(REMOVAL_CREATED_TIMEOUT, async || {
         let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
         let mut operations = machine.operations.into_iter();
         Ok(operations.find(|operation| {
@@ -102,39 +115,64 @@ fn data_at_risk(machine: &MachineDetail) -> String {
     message + "."
 }
 
-/// The id of the machine that the operator names; for a handle or slot, the only one with a kept server.
-async fn kept_id(
-    api: &ApiClient,
-    target: &Target,
-    matches: fn(&KeptServer) -> bool,
-) -> Result<String, Failure> {
-    if let Target::Id(id) = target {
-        return Ok(id.to_string());
+/// The servers of a slot's former machines.
+struct KeptServers {
+    being_deleted: Vec<KeptServer>,
+    kept: Vec<KeptServer>,
+}
+
+impl KeptServers {
+    fn all(&self) -> impl Iterator<Item = &KeptServer> {
+        self.being_deleted.iter().chain(&self.kept)
     }
-    let (all, view) = (kept_of(api, target).await?, View::of_stdout());
-    let (being_deleted, kept): (Vec<_>, Vec<_>) =
-        all.into_iter().partition(|server| is_being_deleted(&view, server));
-    let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(matches);
-    let meant: Vec<_> = meant.into_iter().map(|server| server.machine_id.to_string()).collect();
-    match meant.as_slice() {
-        [one] => Ok(one.clone()),
-        [] => Err(Failure::new(Exit::Refused, no_match_error(target, &being_deleted, &others))),
-        several => {
-            let next = format!("name one by its id: {}", several.join(", "));
-            Err(Failure::new(Exit::Refused, anyhow!("{target} has several kept servers\n  next: {next}")))
+
+    /// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
+    fn removed_id(&self) -> Option<String> {
+        match (self.being_deleted.as_slice(), self.kept.as_slice()) {
+            ([server], []) => Some(server.machine_id.to_string()),
+            _ => None,
         }
     }
 }
 
-/// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
-async fn removed_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
-    let (all, view) = (kept_of(api, target).await?, View::of_stdout());
-    let (mut being_deleted, kept): (Vec<_>, Vec<_>) =
-        all.into_iter().partition(|server| is_being_deleted(&view, server));
-    Ok(being_deleted
-        .pop()
-        .filter(|_| kept.is_empty() && being_deleted.is_empty())
-        .map(|server| server.machine_id.into()))
+/// The machine that the operator names.
+enum Selection {
+    One(String),
+    /// No kept server matches.
+    None {
+        failure: Failure,
+        kept: KeptServers,
+    },
+}
+
+/// The id of the machine that the operator names; for a handle or slot, the only one with a kept server that matches.
+///
+/// # Errors
+/// [`Exit::Refused`] if several match; those of the calls.
+async fn find_kept_id(
+    api: &ApiClient,
+    target: &Target,
+    matches: fn(&KeptServer) -> bool,
+) -> Result<Selection, Failure> {
+    if let Target::Id(id) = target {
+        return Ok(Selection::One(id.to_string()));
+    }
+    let (all, view) = (list_kept_servers(api, target).await?, View::of_stdout());
+    let (being_deleted, kept) = all.into_iter().partition(|server| is_being_deleted(&view, server));
+    let kept = KeptServers { being_deleted, kept };
+    let matching: Vec<_> = kept.kept.iter().filter(|server| matches(server)).collect();
+    match matching.as_slice() {
+        [one] => Ok(Selection::One(one.machine_id.to_string())),
+        [] => {
+            let error = no_match_error(target, &kept.being_deleted, &kept.kept);
+            Ok(Selection::None { failure: Failure::new(Exit::Refused, error), kept })
+        }
+        ambiguous => {
+            let ids: Vec<_> = ambiguous.iter().map(|server| server.machine_id.as_str()).collect();
+            let next = format!("name one by its id: {}", ids.join(", "));
+            Err(Failure::new(Exit::Refused, anyhow!("{target} has several kept servers\n  next: {next}")))
+        }
+    }
 }
 
 /// The error if the command applies to none of a slot's kept servers.
@@ -161,18 +199,28 @@ fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptS
 }
 
 /// The kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
-pub async fn kept_of(api: &ApiClient, target: &Target) -> Result<Vec<KeptServer>, Failure> {
+pub async fn list_kept_servers(api: &ApiClient, target: &Target) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
-    query.push(("deleted", "true".to_owned()));
-    let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
-    let (mut slots, mut kept) = (Vec::new(), Vec::new());
-    for ended in page.machines {
-        if slots.contains(&ended.slot) {
-            continue;
+    query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE.to_owned())]);
+    let mut machines: HashMap<_, String> = HashMap::new();
+    let mut cursor: Option<String> = None;
+    loop {
+        let mut query = query.clone();
+        query.extend(cursor.map(|cursor| ("cursor", cursor)));
+        let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
+        for ended in page.machines {
+            let slot = (ended.idp_user_id.to_string(), ended.slot.to_string());
+            machines.entry(slot).or_insert_with(|| ended.machine_id.to_string());
         }
-        let machine: MachineDetail = api.get(&["vps", &ended.machine_id], &[]).await?.read()?;
+        cursor = page.next_cursor;
+        if cursor.is_none() {
+            break;
+        }
+    }
+    let mut kept = Vec::new();
+    for id in machines.values() {
+        let machine: MachineDetail = api.get(&["vps", id], &[]).await?.read()?;
         kept.extend(machine.copies.into_iter().flat_map(|copies| copies.kept));
-        slots.push(ended.slot);
     }
     Ok(kept)
 }

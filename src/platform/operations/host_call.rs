@@ -263,7 +263,7 @@ pub fn client_of(
     let trust = &platform.config.trust;
     let name = trust.server_name(machine.id, address);
     let base = Url::parse(&format!("https://{}:{}/", name.to_str(), machine.https_port))?;
-    let tls = trust.client_config(pin, trust.chain_from(machine.id, machine.registered_at))?;
+    let tls = trust.client_config(pin, trust.chain_required_from(machine.id, machine.registered_at))?;
     Ok((base, client::to_address(deadlines, tls, &name.to_str(), address.into())?))
 }
 

@@ -45,7 +45,7 @@ pub(super) struct Endpoint {
     pub(super) port: u16,
     pub(super) pin: SpkiPin,
     /// Since when its certificate's chain is required, in seconds since 1970.
-    pub(super) chain_from: Option<u64>,
+    pub(super) chain_required_from: Option<u64>,
 }
 
 pub(super) struct Machine {
@@ -136,7 +136,7 @@ impl Upstream {
     /// # Errors
     /// If the crypto provider does not support TLS.
     pub(super) fn new(id: MachineId, endpoint: Endpoint, trust: &HostTrust) -> anyhow::Result<Self> {
-        let mut config = trust.client_config(endpoint.pin, endpoint.chain_from)?;
+        let mut config = trust.client_config(endpoint.pin, endpoint.chain_required_from)?;
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         let name = trust.server_name(id, endpoint.ip);
         let dial = PinnedDialer { endpoint, name, connector: TlsConnector::from(Arc::new(config)) };

@@ -248,7 +248,7 @@ fn parse_machine(row: &tokio_postgres::Row, trust: &HostTrust) -> Option<Machine
                 ip: ip.parse().context("public_ipv4")?,
                 port: u16::try_from(row.try_get::<_, i32>(6)?).context("https_port")?,
                 pin: pin.parse().map_err(|why| anyhow::anyhow!("tls_spki_sha256 {why}"))?,
-                chain_from: trust.chain_from(id, row.try_get(11)?),
+                chain_required_from: trust.chain_required_from(id, row.try_get(11)?),
             }),
             _ => None,
         };

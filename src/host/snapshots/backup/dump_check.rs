@@ -1,4 +1,4 @@
-//! Reads a dump in full with `pg_restore` and discards the output: the only check that finds any damage.
+//! Reads a dump in full with `pg_restore` and discards the output: the only check that finds every kind of damage.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -28,8 +28,17 @@ pub enum ReadError {
         #[source]
         source: std::io::Error,
     },
-    #[error("the dump is damaged, pg_restore ended with {status}: {complaint}")]
+    #[error("the dump is damaged: pg_restore exited with {status}: {complaint}")]
     Damaged { status: ExitStatus, complaint: String },
+    /// The state of the dump is unknown.
+    #[error("pg_restore was killed: {status}")]
+    Killed { status: ExitStatus },
+    #[error("wait for {tool}")]
+    Wait {
+        tool: &'static str,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("{tool} did not exit within {seconds} s")]
     Stuck { tool: &'static str, seconds: u64 },
     #[error("the reader of the dump exited early")]
@@ -40,7 +49,7 @@ pub enum ReadError {
 pub struct ReadThrough {
     child: Child,
     chunks: mpsc::Sender<Bytes>,
-    fed: JoinHandle<bool>,
+    feeder: JoinHandle<bool>,
     complaint: JoinHandle<String>,
 }
 
@@ -55,8 +64,8 @@ impl ReadThrough {
         }
         let complaint = tokio::spawn(tail(child.stderr.take()));
         let (chunks, queue) = mpsc::channel(QUEUE_CAPACITY);
-        let fed = tokio::spawn(feed(child.stdin.take(), queue));
-        Ok(Self { child, chunks, fed, complaint })
+        let feeder = tokio::spawn(feed(child.stdin.take(), queue));
+        Ok(Self { child, chunks, feeder, complaint })
     }
 
     /// Feeds the next bytes.
@@ -69,10 +78,13 @@ impl ReadThrough {
 
     /// After the last byte: checks that everything was a valid dump.
     pub async fn finish(self) -> Result<(), ReadError> {
-        let Self { mut child, chunks, fed, complaint } = self;
+        let Self { mut child, chunks, feeder, complaint } = self;
         drop(chunks);
-        let read_in_full = fed.await.unwrap_or(false);
+        let read_in_full = feeder.await.unwrap_or(false);
         let status = wait_for_exit(&mut child, "pg_restore").await?;
+        if status.code().is_none() {
+            return Err(ReadError::Killed { status });
+        }
         if !status.success() {
             return Err(ReadError::Damaged { status, complaint: complaint.await.unwrap_or_default() });
         }
@@ -92,21 +104,21 @@ async fn feed(stdin: Option<ChildStdin>, mut chunks: mpsc::Receiver<Bytes>) -> b
 }
 
 /// # Errors
-/// [`ReadError::Stuck`] after [`EXIT_TIMEOUT`].
+/// [`ReadError::Stuck`] after [`EXIT_TIMEOUT`]; [`ReadError::Wait`].
 pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<ExitStatus, ReadError> {
     let ended = tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await;
     ended
         .map_err(|_| ReadError::Stuck { tool, seconds: EXIT_TIMEOUT.as_secs() })?
-        .map_err(|source| ReadError::Start { tool, source })
+        .map_err(|source| ReadError::Wait { tool, source })
 }
 
 /// The end of a tool's error output, on one line.
 pub async fn tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let mut output = Vec::new();
-    let mut piece = [0; 1024];
-    while let Ok(read @ 1..) = stderr.read(&mut piece).await {
-        output.extend_from_slice(&piece[..read]);
+    let mut buffer = [0; 1024];
+    while let Ok(read @ 1..) = stderr.read(&mut buffer).await {
+        output.extend_from_slice(&buffer[..read]);
         output.drain(..output.len().saturating_sub(MAX_COMPLAINT_BYTES));
     }
     postgres_tools::summarize_stderr(&String::from_utf8_lossy(&output))
