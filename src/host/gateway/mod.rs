@@ -95,7 +95,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             applet::block_on("svc-gateway", async { apps::install_bundled(&Layout::from_process()) })
         }
         Some(Command::CertificateRequest) => {
-            applet::block_on("svc-gateway", async { certificate::print_request(&Layout::from_process()) })
+            applet::block_on("svc-gateway", async { certificate::print_csr(&Layout::from_process()) })
         }
         Some(Command::Usage(args)) => {
             applet::block_on("svc-gateway", async { cli::usage(&Layout::from_process(), args) })
@@ -113,7 +113,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     }
     let config = Config::load(layout)?;
     let layout = config.layout.clone();
-    let identity = certificate::open(&layout).context("the machine's TLS key").or_exit(Exit::Internal)?;
+    let identity =
+        certificate::load_or_create(&layout).context("the machine's TLS key").or_exit(Exit::Internal)?;
     // The key is constant for the machine's lifetime and known only to it.
     let change_ids = bridge::IdSecret::derive(identity.key_pem.as_bytes());
     let keeper = KeeperConfig {

@@ -34,7 +34,7 @@ const DEADLINES: Deadlines = Deadlines {
 const MAX_RESPONSE_BYTES: usize = 256 << 10;
 /// Timeout of a whole request for a certificate.
 const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
-const POLLS: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
+const POLL_POLICY: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
 /// Longer than any request for a certificate.
 const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
 /// The authority has lost the account, or somebody has deactivated it.
@@ -54,7 +54,7 @@ impl CertificateRequest<'_> {
     /// Returns the chain in PEM, unchecked.
     ///
     /// # Errors
-    /// Why there is none, without secrets.
+    /// Why no certificate was issued. The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
         let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate in 5 minutes"))?
@@ -69,7 +69,7 @@ impl CertificateRequest<'_> {
             placed => placed?,
         };
         let challenges = self.start_validations(&mut order).await?;
-        let ready = order.poll_ready(&POLLS).await;
+        let ready = order.poll_ready(&POLL_POLICY).await;
         drop(challenges);
         match ready {
             Ok(OrderStatus::Ready) => {}
@@ -78,7 +78,7 @@ impl CertificateRequest<'_> {
         }
         let request = signing_request(self.name, self.key_pem)?;
         order.finalize_csr(&request.der).await.context("the authority refused the certificate request")?;
-        order.poll_certificate(&POLLS).await.context("wait for the certificate")
+        order.poll_certificate(&POLL_POLICY).await.context("wait for the certificate")
     }
 
     async fn place_order(&self) -> anyhow::Result<Order> {
@@ -107,14 +107,14 @@ impl CertificateRequest<'_> {
         Ok(guards)
     }
 
-    /// The order has no detail: the failed validation is in its authorization.
+    /// Reads the failed challenge from the authorization: the order's own error has no detail.
     async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
         let mut authorizations = order.authorizations();
         while let Some(Ok(mut authorization)) = authorizations.next().await {
             let Ok(state) = authorization.refresh().await else { continue };
             let failed = state.challenges.iter().find_map(|challenge| challenge.error.as_ref());
             if let Some(problem) = failed {
-                let detail = problem.detail.as_deref().unwrap_or("without a reason");
+                let detail = problem.detail.as_deref().unwrap_or("no reason given");
                 return anyhow!("the authority could not validate {}: {detail}", self.name);
             }
         }
@@ -130,9 +130,8 @@ impl CertificateRequest<'_> {
         let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();
         if let Some(mut stored) = StoredAccount::read(self.layout)?
             && stored.is_for(settings)
+            && let Ok(credentials) = serde_json::from_value(stored.credentials.clone())
         {
-            let credentials = serde_json::from_value(stored.credentials.clone())
-                .map_err(|_| anyhow!("the stored ACME account cannot be read"))?;
             let account = Account::builder_with_http(http_client()?).from_credentials(credentials).await;
             let account = account.context("reach the authority's directory")?;
             if stored.contact != settings.contact {
@@ -175,7 +174,7 @@ struct StoredAccount {
     directory_url: String,
     external_key_id: Option<String>,
     contact: Option<String>,
-    /// They include the account's key.
+    /// Includes the account's private key.
     credentials: serde_json::Value,
 }
 
@@ -204,14 +203,14 @@ impl StoredAccount {
     }
 }
 
-/// The one HTTP client, for the ACME library.
-struct SharedClient(reqwest::Client);
+/// Adapts [`client::build`]'s HTTP client to the ACME library.
+struct HttpAdapter(reqwest::Client);
 
 fn http_client() -> anyhow::Result<Box<dyn HttpClient>> {
-    Ok(Box::new(SharedClient(client::build(DEADLINES)?)))
+    Ok(Box::new(HttpAdapter(client::build(DEADLINES)?)))
 }
 
-impl HttpClient for SharedClient {
+impl HttpClient for HttpAdapter {
     fn request(
         &self,
         request: Request<BodyWrapper<Bytes>>,
@@ -224,7 +223,7 @@ async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> 
     let other = |error: reqwest::Error| Error::Other(Box::new(error));
     let (parts, body) = request.into_parts();
     if parts.uri.scheme_str() != Some("https") {
-        return Err(Error::Str("an https:// URL from the authority"));
+        return Err(Error::Other("the authority returned a URL without https://".into()));
     }
     let Ok(body) = body.collect().await.map(Collected::to_bytes);
     let call = client.request(parts.method, parts.uri.to_string()).headers(parts.headers).body(body);
@@ -233,8 +232,9 @@ async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> 
     head.status = response.status();
     head.headers = std::mem::take(response.headers_mut());
     // The library adds it to the present time, which must not overflow.
-    let waits = head.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
-    if waits.is_some_and(|seconds| seconds > MAX_RETRY_AFTER_SECONDS) {
+    let retry_after =
+        head.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if retry_after.is_some_and(|seconds| seconds > MAX_RETRY_AFTER_SECONDS) {
         head.headers.insert(RETRY_AFTER, MAX_RETRY_AFTER_SECONDS.into());
     }
     let mut body = Vec::new();

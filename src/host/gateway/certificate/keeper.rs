@@ -1,7 +1,7 @@
 //! Keeps the gateway's certificate current: from the operator's file, or from the authority.
 //!
-//! Invariant: a chain that cannot be used, one that this machine does not trust while it trusts the presented one, and a
-//! failed request leave the presented certificate as it is.
+//! Invariant: the presented certificate is replaced only by a usable chain, and a trusted one only by a trusted one. A
+//! failed request changes nothing.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -54,10 +54,16 @@ pub struct CertificateKeeper {
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
     attempts: Attempts,
     error: Option<String>,
-    /// The last verification of the presented chain, for this name.
-    trusted: Option<(Instant, Option<String>, bool)>,
+    last_verification: Option<Verification>,
     /// An issued chain that could not be stored yet.
     unstored: Option<String>,
+}
+
+/// A verification of the presented chain with this machine's roots.
+struct Verification {
+    at: Instant,
+    name: Option<String>,
+    is_trusted: bool,
 }
 
 struct Presented {
@@ -67,12 +73,15 @@ struct Presented {
     directory: Option<String>,
 }
 
-/// In the stored chain, before the first certificate: text between certificates is ignored by PEM (RFC 7468).
+/// Starts the first line of the stored chain, which names the ACME directory. PEM parsers ignore text outside of
+/// certificates (RFC 7468).
 const DIRECTORY_LINE: &str = "Directory: ";
+
+const LOSES_TRUST: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
 /// The schedule of requests under the same settings.
 struct Attempts {
-    /// The settings as text; others end the backoff.
+    /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     pauses: backon::ExponentialBackoff,
     /// After a failure, or after a change of the settings.
@@ -89,7 +98,7 @@ impl CertificateKeeper {
         let own = Chain::from_pem(identity.cert_pem.as_bytes()).context("the certificate")?;
         let pin = identity.pin()?;
         let attempts =
-            Attempts { settings: None, pauses: schedule::retries(config.first_retry), retry_at: None };
+            Attempts { settings: None, pauses: schedule::retry_delays(config.first_retry), retry_at: None };
         let mut keeper = Self {
             pin,
             switch,
@@ -98,7 +107,7 @@ impl CertificateKeeper {
             checked_file: None,
             attempts,
             error: None,
-            trusted: None,
+            last_verification: None,
             unstored: None,
             identity,
             config,
@@ -147,7 +156,7 @@ impl CertificateKeeper {
         self.report(&settings);
     }
 
-    /// A chain from before a restart. One that has expired is presented until there is another one.
+    /// Presents the chain that was stored before a restart, even if it has expired.
     fn load_stored_chain(&mut self, settings: &CertificateSettings) {
         let Ok(Some(pem)) = fsx::read_if_exists(&self.config.layout.tls_chain()) else { return };
         let usable = Chain::from_pem(&pem).and_then(|chain| {
@@ -169,8 +178,7 @@ impl CertificateKeeper {
         }
     }
 
-    /// A gateway that restarts often must not ask an authority more often: it limits failures, and requests that were
-    /// cut off.
+    /// Frequent restarts must not cause more requests: authorities limit failed and abandoned orders.
     fn resume_backoff(&mut self, settings: &CertificateSettings) {
         let layout = &self.config.layout;
         let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
@@ -180,8 +188,8 @@ impl CertificateKeeper {
             return;
         }
         let at: Option<Timestamp> = last.next_attempt_at.and_then(|at| at.parse().ok());
-        let max = SignedDuration::try_from(schedule::MAX_PAUSE).unwrap_or(SignedDuration::MAX);
-        self.attempts.retry_at = at.filter(|at| at.duration_since(Timestamp::now()) <= max);
+        self.attempts.retry_at =
+            at.filter(|at| at.duration_since(Timestamp::now()) <= schedule::MAX_RETRY_DELAY);
         self.attempts.settings = Some(text_of(settings));
         self.error = last.error;
     }
@@ -189,7 +197,7 @@ impl CertificateKeeper {
     fn present(&mut self, source: CertificateSource, chain: Chain) {
         self.switch.present(chain.clone());
         self.presented = Presented { source, chain, directory: None };
-        self.trusted = None;
+        self.last_verification = None;
     }
 
     fn check_file(&mut self, file: &Path, settings: &CertificateSettings) {
@@ -199,24 +207,25 @@ impl CertificateKeeper {
             return;
         }
         self.checked_file = Some(seen);
-        let mut is_early = false;
+        let mut is_temporary = false;
         let loaded = content.and_then(|pem| {
             let chain = Chain::from_pem(&pem).map_err(|error| error.to_string())?;
-            // Without a name there is no client that compares it.
+            // Without a host name, clients do not check the name.
             let name = settings.host_name.as_deref();
             let checked = match name {
                 Some(name) => chain.check(self.pin, name, Timestamp::now()),
                 None => chain.check_key(self.pin),
             };
-            is_early = matches!(checked, Err(ChainError::NotYetValid(_)));
+            is_temporary = matches!(checked, Err(ChainError::NotYetValid(_) | ChainError::Expired(_)));
             checked.map_err(|error| error.to_string())?;
             if name.is_some_and(|name| self.loses_trust(&chain, name)) {
-                return Err("is not trusted by this machine's roots, and the presented one is".to_owned());
+                is_temporary = true;
+                return Err(LOSES_TRUST.to_owned());
             }
             Ok(chain)
         });
-        if is_early {
-            // Time passes, and the machine's clock may be set.
+        if is_temporary {
+            // Time passes, the machine's clock may be set, and the presented certificate expires.
             self.checked_file = None;
         }
         match loaded {
@@ -226,9 +235,9 @@ impl CertificateKeeper {
                 self.error = None;
             }
             Err(why) => {
-                let error = format!("GATEWAY_TLS_CERT_FILE, {}, {why}", file.display());
+                let error = format!("GATEWAY_TLS_CERT_FILE: {} {why}", file.display());
                 if self.error.as_ref() != Some(&error) {
-                    tracing::error!("{error}; the presented certificate stays");
+                    tracing::error!("{error}; still presenting the previous certificate");
                 }
                 self.error = Some(error);
             }
@@ -252,7 +261,7 @@ impl CertificateKeeper {
         }
         // Recorded first: a gateway that is killed in the middle must not order again at its next start.
         let pause = self.attempts.next_pause();
-        self.attempts.wait(pause);
+        self.attempts.schedule_retry(pause);
         self.report(settings);
         match self.request(name, acme).await {
             Ok((chain, pem)) => {
@@ -260,14 +269,17 @@ impl CertificateKeeper {
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory = Some(acme.directory_url.clone());
                 self.attempts.reset(self.config.first_retry);
+                // A certificate whose renewal is already due must not be ordered again and again.
+                let pause = self.attempts.next_pause();
+                self.attempts.schedule_retry(pause);
                 self.error = None;
                 self.unstored = Some(format!("{DIRECTORY_LINE}{}\n{pem}", acme.directory_url));
                 self.store_chain();
             }
             Err(error) => {
-                let at = self.attempts.wait(pause);
+                let at = self.attempts.schedule_retry(pause);
                 let why = untrusted_text::bounded(&error_chain(&error));
-                tracing::warn!(name, error = why, next = %at, "no new certificate; the presented one stays");
+                tracing::warn!(name, error = why, next = %at, "certificate request failed; still presenting the previous certificate");
                 self.error = Some(why);
             }
         }
@@ -298,8 +310,8 @@ impl CertificateKeeper {
             && chain.check(self.pin, name, chain.not_before()).is_ok();
         let machine = self.config.machine.unwrap_or_default().0;
         let renewal = is_ours.then(|| schedule::renew_at(chain.not_before(), chain.not_after(), machine));
-        // A later time is of a clock that was ahead when the pause began.
-        let latest = Timestamp::now() + SignedDuration::try_from(schedule::MAX_PAUSE).unwrap_or_default();
+        // Ignore a later time: the clock was ahead when it was computed.
+        let latest = Timestamp::now() + schedule::MAX_RETRY_DELAY;
         renewal.max(self.attempts.retry_at.filter(|at| *at <= latest))
     }
 
@@ -316,23 +328,21 @@ impl CertificateKeeper {
             Err(error) => Err(error),
         });
         let chain = chain.map_err(|error| anyhow::anyhow!("the issued certificate {error}"))?;
-        anyhow::ensure!(
-            !self.loses_trust(&chain, name),
-            "the issued certificate is not trusted by this machine's roots, and the presented one is"
-        );
+        anyhow::ensure!(!self.loses_trust(&chain, name), "the issued certificate {LOSES_TRUST}");
         Ok((chain, pem))
     }
 
     fn report(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
-        let is_trusted = match &self.trusted {
-            Some((at, of, is_trusted)) if at.elapsed() < VERIFY_INTERVAL && of.as_deref() == name => {
-                *is_trusted
+        let is_trusted = match &self.last_verification {
+            Some(last) if last.at.elapsed() < VERIFY_INTERVAL && last.name.as_deref() == name => {
+                last.is_trusted
             }
             _ => {
                 let verified = name.map(|name| self.presented.chain.verify(&self.verifier, name));
                 let is_trusted = matches!(verified, Some(Ok(())));
-                self.trusted = Some((Instant::now(), name.map(str::to_owned), is_trusted));
+                let (at, name) = (Instant::now(), name.map(str::to_owned));
+                self.last_verification = Some(Verification { at, name, is_trusted });
                 is_trusted
             }
         };
@@ -357,17 +367,17 @@ impl CertificateKeeper {
 
 impl Attempts {
     fn reset(&mut self, first_retry: Duration) {
-        self.pauses = schedule::retries(first_retry);
+        self.pauses = schedule::retry_delays(first_retry);
         self.retry_at = None;
     }
 
     fn next_pause(&mut self) -> SignedDuration {
-        let pause = self.pauses.next().unwrap_or(schedule::MAX_PAUSE);
-        SignedDuration::try_from(pause).unwrap_or(SignedDuration::from_hours(6))
+        let pause = self.pauses.next().and_then(|pause| SignedDuration::try_from(pause).ok());
+        pause.unwrap_or(schedule::MAX_RETRY_DELAY)
     }
 
-    /// Lets the next attempt wait from now on.
-    fn wait(&mut self, pause: SignedDuration) -> Timestamp {
+    /// Schedules the next attempt after this pause.
+    fn schedule_retry(&mut self, pause: SignedDuration) -> Timestamp {
         let at = Timestamp::now() + pause;
         self.retry_at = Some(at);
         at

@@ -1,5 +1,5 @@
-//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration. Chains of
-//! an authority are for the same key (`keeper`).
+//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration. Certificate
+//! chains from an authority are for the same key: see [`keeper`].
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
 //! leaves no key that was ever used.
@@ -23,7 +23,7 @@ use svc_http::tls::{self, Identity};
 ///
 /// # Errors
 /// The files cannot be read or written.
-pub fn open(layout: &Layout) -> anyhow::Result<Identity> {
+pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
     if layout.tls_cert().exists() {
         return Identity::read(&layout.tls_cert(), &layout.tls_key())
             .with_context(|| format!("read {} and its key", layout.tls_cert().display()));
@@ -34,11 +34,11 @@ pub fn open(layout: &Layout) -> anyhow::Result<Identity> {
     Ok(identity)
 }
 
-/// Prints a request for a certificate of the machine's name, which its key has signed.
+/// Prints a certificate signing request for the machine's name, signed with its key.
 ///
 /// # Errors
 /// The machine has no name or no key yet, or its key cannot be read.
-pub fn print_request(layout: &Layout) -> Result<(), Failure> {
+pub fn print_csr(layout: &Layout) -> Result<(), Failure> {
     let Some(name) = certificate::settings(layout).host_name else {
         let error = anyhow!("this machine has no name: set HOST_DOMAIN on the platform");
         return Err(Failure::new(Exit::Config, error));
@@ -56,23 +56,23 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn open_creates_private_key_once() {
+    fn load_or_create_creates_private_key_once() {
         tls::install_provider();
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
-        let first = open(&layout).unwrap().pin().unwrap();
-        assert_eq!(open(&layout).unwrap().pin().unwrap(), first);
+        let first = load_or_create(&layout).unwrap().pin().unwrap();
+        assert_eq!(load_or_create(&layout).unwrap().pin().unwrap(), first);
         let mode = std::fs::metadata(layout.tls_key()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
     }
 
     #[test]
-    fn open_replaces_key_without_certificate() {
+    fn load_or_create_replaces_key_without_certificate() {
         tls::install_provider();
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         fsx::write_atomic(&layout.tls_key(), b"half", 0o600).unwrap();
-        let identity = open(&layout).unwrap();
+        let identity = load_or_create(&layout).unwrap();
         identity.server_config().unwrap();
     }
 }

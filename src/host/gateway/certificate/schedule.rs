@@ -11,10 +11,10 @@ const RENEW_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
 /// A younger machine has just registered.
 const NEW_MACHINE: SignedDuration = SignedDuration::from_hours(1);
 const FIRST_SPREAD: Duration = Duration::from_secs(600);
-const MAX_BACKOFF: Duration = Duration::from_secs(6 * 3600);
+const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 
-/// When a certificate is renewed. Machines that were created together do not renew together: the time before is
-/// longer by up to a tenth, by the machine's id.
+/// When a certificate is renewed. To spread machines that were created together, it is renewed earlier by up to a tenth of
+/// that time, by the machine's id.
 pub fn renew_at(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
     let before = (lifetime / 3).min(RENEW_BEFORE);
@@ -38,26 +38,26 @@ pub fn first_request(now: Timestamp, machine: Uuid) -> Timestamp {
     now + SignedDuration::try_from(FIRST_SPREAD * share / 1000).unwrap_or_default()
 }
 
-/// The pauses after failed requests: the first one, then twice as long each, plus up to the same again as jitter.
-pub fn retries(first: Duration) -> ExponentialBackoff {
+/// Delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100 % jitter.
+pub fn retry_delays(first: Duration) -> ExponentialBackoff {
     ExponentialBuilder::new()
-        .with_min_delay(first.min(MAX_BACKOFF))
-        .with_max_delay(MAX_BACKOFF)
+        .with_min_delay(first.min(MAX_BASE_DELAY))
+        .with_max_delay(MAX_BASE_DELAY)
         .with_factor(2.0)
         .with_jitter()
         .without_max_times()
         .build()
 }
 
-/// Longest pause of [`retries`].
-pub const MAX_PAUSE: Duration = MAX_BACKOFF.saturating_mul(2);
+/// Maximum delay of [`retry_delays`], with jitter.
+pub const MAX_RETRY_DELAY: SignedDuration = SignedDuration::from_secs(2 * 6 * 3600);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn renewal_is_a_month_ahead_or_at_a_third_of_a_short_lifetime() {
+    fn renewal_is_due_30_days_or_a_third_of_lifetime_before_expiry() {
         let from: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let days_before_end = |lifetime_days: i64, machine: u128| {
             let until = from + SignedDuration::from_hours(24 * lifetime_days);
@@ -88,12 +88,12 @@ mod tests {
     }
 
     #[test]
-    fn retries_double_up_to_hours() {
-        let pauses: Vec<_> = retries(Duration::from_secs(120)).take(12).collect();
+    fn retry_delays_double_up_to_hours() {
+        let pauses: Vec<_> = retry_delays(Duration::from_secs(120)).take(12).collect();
         for (number, pause) in pauses.iter().enumerate() {
-            let least = Duration::from_secs(120 << number.min(20)).min(MAX_BACKOFF);
+            let least = Duration::from_secs(120 << number.min(20)).min(MAX_BASE_DELAY);
             assert!(*pause >= least && *pause <= least * 2, "{number}: {pause:?}");
-            assert!(*pause <= MAX_PAUSE);
+            assert!(SignedDuration::try_from(*pause).unwrap() <= MAX_RETRY_DELAY);
         }
     }
 }
