@@ -26,7 +26,7 @@ const REQUEST_ID: &str = "canary-request-from-the-router-1";
 #[tokio::test(flavor = "multi_thread")]
 async fn story_leaks_no_secret() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
-    let options = Options { svc, breakage: None, store: StoreKind::Own, keep: false, report: None };
+    let options = Options { svc, breakage: None, store: StoreKind::Kit, keep: false, report: None };
     let variables = [
         ("RUST_LOG", "debug,tokio_postgres::query=debug,tokio_postgres::simple_query=debug"),
         ("ADMIN_TOKEN", ADMIN),

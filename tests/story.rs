@@ -7,7 +7,7 @@ use kit::story::{self, Breakage, Options};
 
 async fn assert_fails_at_its_step(breakage: Breakage) {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
-    let options = Options { svc, breakage: Some(breakage), store: StoreKind::Own, keep: false, report: None };
+    let options = Options { svc, breakage: Some(breakage), store: StoreKind::Kit, keep: false, report: None };
     let report = story::run(options).await.unwrap();
     let failed = report.failed().map(|step| step.name.as_str());
     assert!(!report.ok);

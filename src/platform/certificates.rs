@@ -1,5 +1,5 @@
-//! Pure functions that tell which machines have a certificate that a client with public roots accepts: an operator needs
-//! this before `CUSTOMER_VPS_TLS_VERIFY` is switched on, and while it is on.
+//! Pure functions that report which machines have a certificate that clients with public roots accept. Operators need
+//! this before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
 //!
 //! Reads no clock and no database: its input is the fleet's rows.
 
@@ -9,10 +9,10 @@ use svc_machine::name::Handle;
 use svc_wire::fleet::Certificates;
 use svc_wire::text::Text;
 
-/// A certificate of 90 days or more needs attention this long before its end.
-const EXPIRING_SECONDS: f64 = 14.0 * 86_400.0;
-/// A shorter one with less of its lifetime left: half of what is left when its renewal is due.
-const EXPIRING_SHARE: f64 = 1.0 / 6.0;
+/// A certificate counts as expiring this long before it expires.
+const EXPIRING_WITHIN_SECONDS: f64 = 14.0 * 86_400.0;
+/// For short-lived certificates, the remaining fraction of the lifetime: half of the fraction at which renewal is due.
+const EXPIRING_FRACTION: f64 = 1.0 / 6.0;
 /// Maximum handles listed; the totals count all machines.
 const MAX_HANDLES: usize = 20;
 
@@ -20,21 +20,22 @@ const MAX_HANDLES: usize = 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CertificateState {
     Trusted,
-    /// Trusted, and about to expire: its renewal has failed for long.
+    /// Trusted, and about to expire: its renewal has been failing for a long time.
     Expiring,
-    /// None that the host's roots verify for its name.
+    /// No certificate that the host's trusted roots accept for its name.
     Missing,
 }
 
 impl CertificateState {
-    /// Of a machine that is dialed by this name; `None`: by its address.
+    /// The state for clients that connect by this name, or by address if it is `None`.
     pub fn of(certificate: Option<&ReportedCertificate>, name: Option<&str>) -> Self {
-        let is_of_name = |known: &ReportedCertificate| name.is_none() || known.host_name.as_deref() == name;
+        let matches_name =
+            |reported: &ReportedCertificate| name.is_none() || reported.host_name.as_deref() == name;
         match certificate {
-            // A changed domain changes the name at once, and the certificate later.
-            Some(known) if known.is_trusted && known.expires_in > 0.0 && is_of_name(known) => {
-                let threshold = EXPIRING_SECONDS.min(known.lifetime * EXPIRING_SHARE);
-                if known.expires_in < threshold { Self::Expiring } else { Self::Trusted }
+            // After a change of the domain, the name changes at once and the certificate later.
+            Some(reported) if reported.is_trusted && reported.expires_in > 0.0 && matches_name(reported) => {
+                let threshold = EXPIRING_WITHIN_SECONDS.min(reported.lifetime * EXPIRING_FRACTION);
+                if reported.expires_in < threshold { Self::Expiring } else { Self::Trusted }
             }
             _ => Self::Missing,
         }
@@ -42,7 +43,7 @@ impl CertificateState {
 }
 
 fn state_of(row: &FleetRow, trust: &HostTrust) -> CertificateState {
-    let name = trust.domain.as_ref().map(|domain| domain.name_of(row.machine));
+    let name = trust.domain.as_ref().map(|domain| domain.host_name(row.machine));
     CertificateState::of(row.certificate.as_ref(), name.as_deref())
 }
 
@@ -102,23 +103,23 @@ mod tests {
     fn state(is_trusted: bool, expires_in_days: f64, lifetime_days: f64) -> CertificateState {
         let (expires_in, lifetime) = (expires_in_days * DAY, lifetime_days * DAY);
         let host_name = Some("a.example.com".to_owned());
-        let known = ReportedCertificate { host_name, is_trusted, expires_in, lifetime };
-        CertificateState::of(Some(&known), Some("a.example.com"))
+        let reported = ReportedCertificate { host_name, is_trusted, expires_in, lifetime };
+        CertificateState::of(Some(&reported), Some("a.example.com"))
     }
 
     #[test]
     fn certificate_of_another_name_counts_as_missing() {
         let host_name = Some("a.example.com".to_owned());
-        let known =
+        let reported =
             ReportedCertificate { host_name, is_trusted: true, expires_in: 60.0 * DAY, lifetime: 90.0 * DAY };
-        let state = |name| CertificateState::of(Some(&known), name);
+        let state = |name| CertificateState::of(Some(&reported), name);
         assert_eq!(state(Some("a.example.com")), CertificateState::Trusted);
         assert_eq!(state(Some("a.example.org")), CertificateState::Missing);
         assert_eq!(state(None), CertificateState::Trusted);
     }
 
     #[test]
-    fn certificate_expires_within_two_weeks_or_a_sixth_of_its_lifetime() {
+    fn certificate_is_expiring_within_14_days_or_sixth_of_lifetime() {
         assert_eq!(state(true, 14.1, 90.0), CertificateState::Trusted);
         assert_eq!(state(true, 13.9, 90.0), CertificateState::Expiring);
         assert_eq!(state(true, 1.1, 6.0), CertificateState::Trusted, "its renewal is due at two days");
@@ -132,8 +133,8 @@ mod tests {
     fn summary_counts_booted_machines_by_certificate() {
         let domain: HostDomain = "hosts.example.com".parse().unwrap();
         let machine = healthy_row().machine;
-        let name = domain.name_of(machine);
-        let known = |expires_in: f64| {
+        let name = domain.host_name(machine);
+        let reported = |expires_in: f64| {
             let host_name = Some(name.clone());
             Some(ReportedCertificate { host_name, is_trusted: true, expires_in, lifetime: 90.0 * DAY })
         };
@@ -143,9 +144,10 @@ mod tests {
             certificate,
             ..healthy_row()
         };
-        let boots = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
+        let booting = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
         let off = FleetRow { powered_off_age: Some(60.0), ..row("fay", None) };
-        let rows = [row("ada", known(60.0 * DAY)), row("bob", known(DAY)), row("cy", None), boots, off];
+        let rows =
+            [row("ada", reported(60.0 * DAY)), row("bob", reported(DAY)), row("cy", None), booting, off];
         assert!(summary(&rows, &HostTrust::pin_only()).is_none());
         let trust = HostTrust { domain: Some(domain), chain: None };
         let expected = json!({

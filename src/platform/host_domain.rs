@@ -1,10 +1,10 @@
-//! The domain below which each machine has a name: `<machine-id>.<domain>`.
+//! The parent domain of the machines' host names: `<machine-id>.<domain>`.
 
 use std::str::FromStr;
 
 use svc_machine::id::MachineId;
 
-/// The longest name of the DNS, less an id and its dot.
+/// Maximum length of a DNS name, minus a machine id and its dot.
 const MAX_CHARS: usize = 253 - 36 - 1;
 const MAX_LABEL_CHARS: usize = 63;
 
@@ -18,12 +18,12 @@ impl HostDomain {
     }
 
     /// The name of a machine's host. A UUID is a valid label.
-    pub fn name_of(&self, machine: MachineId) -> String {
+    pub fn host_name(&self, machine: MachineId) -> String {
         format!("{machine}.{}", self.0)
     }
 
-    /// The machine of a name in lower case.
-    pub fn machine_of(&self, name: &str) -> Option<MachineId> {
+    /// The machine with this host name, which must be in lower case.
+    pub fn parse_machine(&self, name: &str) -> Option<MachineId> {
         name.strip_suffix(&self.0)?.strip_suffix('.')?.parse().ok()
     }
 }
@@ -42,7 +42,8 @@ impl FromStr for HostDomain {
         let is_address = labels.last().is_some_and(|last| last.bytes().all(|byte| byte.is_ascii_digit()));
         if text.len() > MAX_CHARS || labels.len() < 2 || is_address || !labels.into_iter().all(is_label) {
             return Err(
-                "must be a domain such as hosts.example.com, of at most 216 characters, without scheme, port, `*.` and final dot",
+                "must be a domain such as hosts.example.com, of at most 216 characters, without a scheme, port, `*.` \
+                 or trailing dot",
             );
         }
         Ok(Self(text.to_ascii_lowercase()))
@@ -54,12 +55,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn domain_and_machine_make_a_name_and_back() {
+    fn parse_machine_reverses_host_name() {
         let domain: HostDomain = "Hosts.Example.com".parse().unwrap();
         let machine = MachineId::new();
-        let name = domain.name_of(machine);
+        let name = domain.host_name(machine);
         assert_eq!(name, format!("{machine}.hosts.example.com"));
-        assert_eq!(domain.machine_of(&name), Some(machine));
+        assert_eq!(domain.parse_machine(&name), Some(machine));
         for other in [
             "hosts.example.com".to_owned(),
             format!("x{name}"),
@@ -68,12 +69,12 @@ mod tests {
             format!("{machine}.example.com"),
             format!("{}.hosts.example.com", machine.0.simple()),
         ] {
-            assert_eq!(domain.machine_of(&other), None, "{other}");
+            assert_eq!(domain.parse_machine(&other), None, "{other}");
         }
     }
 
     #[test]
-    fn domain_that_makes_no_valid_name_is_refused() {
+    fn parse_refuses_invalid_domains() {
         let long = format!("{}.example", ["a"; 110].join("."));
         for wrong in [
             "",
@@ -95,7 +96,7 @@ mod tests {
         }
         let longest = format!("{}.{}", vec!["a".repeat(62); 3].join("."), "b".repeat(27));
         assert_eq!(longest.len(), MAX_CHARS);
-        let name = longest.parse::<HostDomain>().unwrap().name_of(MachineId::new());
+        let name = longest.parse::<HostDomain>().unwrap().host_name(MachineId::new());
         assert_eq!(name.len(), 253);
         assert!(rustls::pki_types::ServerName::try_from(name).is_ok());
     }

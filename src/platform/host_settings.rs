@@ -111,7 +111,7 @@ impl HostSettings {
 
     /// The settings of a machine's certificate.
     pub fn certificate(&self, machine: MachineId) -> CertificateSettings {
-        let host_name = self.domain.as_ref().map(|domain| domain.name_of(machine));
+        let host_name = self.domain.as_ref().map(|domain| domain.host_name(machine));
         CertificateSettings { acme: self.acme.clone().filter(|_| host_name.is_some()), host_name }
     }
 

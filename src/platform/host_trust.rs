@@ -79,7 +79,7 @@ impl HostTrust {
 
     /// The name to send and to verify; the address without `HOST_DOMAIN`.
     pub fn server_name(&self, machine: MachineId, ip: Ipv4Addr) -> ServerName<'static> {
-        let name = self.domain.as_ref().map(|domain| domain.name_of(machine));
+        let name = self.domain.as_ref().map(|domain| domain.host_name(machine));
         name.and_then(|name| ServerName::try_from(name).ok())
             .unwrap_or_else(|| ServerName::from(std::net::IpAddr::from(ip)))
     }

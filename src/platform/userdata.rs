@@ -157,7 +157,7 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
     ]);
     // The authority comes with the first heartbeat: a machine needs it no earlier, and user-data is limited in size.
     if let Some(domain) = &hosts.domain {
-        text.push_str(&env_line("SVC_HOST_NAME", &domain.name_of(machine.id)));
+        text.push_str(&env_line("SVC_HOST_NAME", &domain.host_name(machine.id)));
     }
     for (name, value) in &hosts.idp {
         text.push_str(&env_line(name, value));

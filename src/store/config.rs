@@ -103,16 +103,16 @@ impl S3Config {
     }
 
     fn open(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
-        let wire = HttpClient::new(client::build(Deadlines::DOWNLOAD)?);
-        let (credentials, wire): (AwsCredentialProvider, HttpClient) = match source {
-            None => (Arc::new(StaticCredentialProvider::new(self.credential())), wire),
+        let client = HttpClient::new(client::build(Deadlines::DOWNLOAD)?);
+        let (credentials, client): (AwsCredentialProvider, HttpClient) = match source {
+            None => (Arc::new(StaticCredentialProvider::new(self.credential())), client),
             Some(source) => {
                 let region = self.region.clone();
-                let wire = HttpClient::new(Resigning { wire, source: Arc::clone(&source), region });
-                (Arc::new(SourceAdapter(source)), wire)
+                let resigning = Resigning { inner: client, source: Arc::clone(&source), region };
+                (Arc::new(SourceAdapter(source)), HttpClient::new(resigning))
             }
         };
-        let wire = HttpClient::new(CountLists { wire: HttpClient::new(WriteOnce { wire }) });
+        let client = HttpClient::new(CountLists { inner: HttpClient::new(WriteOnce { inner: client }) });
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(&self.bucket)
             .with_region(&self.region)
@@ -124,7 +124,7 @@ impl S3Config {
                 max_retries: 4,
                 retry_timeout: Duration::from_secs(30),
             })
-            .with_http_connector(Connector(wire));
+            .with_http_connector(Connector(client));
         if let Some(endpoint) = &self.endpoint {
             builder = builder
                 .with_endpoint(endpoint.trim_end_matches('/'))

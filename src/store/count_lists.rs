@@ -13,17 +13,17 @@ const CALL: &str = "list";
 
 #[derive(Debug)]
 pub(super) struct CountLists {
-    pub(super) wire: HttpClient,
+    pub(super) inner: HttpClient,
 }
 
 #[async_trait]
 impl HttpService for CountLists {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         if !lists_keys(&request) {
-            return self.wire.execute(request).await;
+            return self.inner.execute(request).await;
         }
         let start = Instant::now();
-        let response = self.wire.execute(request).await;
+        let response = self.inner.execute(request).await;
         STORE_DURATION.record([CALL], start.elapsed());
         STORE_CALLS.add_one([CALL, outcome(response.as_ref().ok().map(HttpResponse::status))]);
         response

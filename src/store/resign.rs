@@ -28,7 +28,7 @@ const EXPIRED: [&str; 4] = [
 
 #[derive(Debug)]
 pub(super) struct Resigning {
-    pub(super) wire: HttpClient,
+    pub(super) inner: HttpClient,
     pub(super) source: Arc<dyn CredentialSource>,
     pub(super) region: String,
 }
@@ -38,7 +38,7 @@ impl HttpService for Resigning {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let request = self.refreshed(request).await;
         let again = request.clone();
-        let response = self.wire.execute(request).await?;
+        let response = self.inner.execute(request).await?;
         if !matches!(
             response.status(),
             StatusCode::BAD_REQUEST | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN
@@ -57,7 +57,7 @@ impl HttpService for Resigning {
             match self.source.replacement_for(used(&again).unwrap_or_default()).await {
                 Ok(fresh) => {
                     if let Some(signed) = self.sign(again, &fresh) {
-                        return self.wire.execute(signed).await;
+                        return self.inner.execute(signed).await;
                     }
                 }
                 Err(error @ CredentialError::Withdrawn) => {

@@ -27,7 +27,7 @@ pub(super) struct StoreResponse {
 
 /// Sends signed requests with the credentials of the settings.
 pub(super) struct SignedClient<'a> {
-    wire: HttpClient,
+    client: HttpClient,
     s3: &'a S3Config,
 }
 
@@ -35,7 +35,7 @@ impl<'a> SignedClient<'a> {
     pub(super) fn new(s3: &'a S3Config) -> Result<Self, RequestError> {
         let client =
             client::build(Deadlines::CALL).map_err(|error| RequestError::Silent(error.to_string()))?;
-        Ok(Self { wire: HttpClient::new(client), s3 })
+        Ok(Self { client: HttpClient::new(client), s3 })
     }
 
     /// `target` is an object's key with an optional query, or only a query.
@@ -64,7 +64,7 @@ impl<'a> SignedClient<'a> {
             .map_err(RequestError::Sign)?;
         let silent =
             |error: object_store::client::HttpError| RequestError::Silent(svc_http::problem::chain(&error));
-        let response = self.wire.execute(request).await.map_err(silent)?;
+        let response = self.client.execute(request).await.map_err(silent)?;
         let status = response.status();
         let body = response.into_body().bytes().await.map_err(silent)?;
         Ok(StoreResponse { status, text: String::from_utf8_lossy(&body).into_owned() })

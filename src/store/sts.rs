@@ -55,7 +55,7 @@ impl StsError {
 /// A client of STS with its credentials and role.
 #[derive(Debug)]
 pub struct Sts {
-    wire: HttpClient,
+    client: HttpClient,
     endpoint: Url,
     region: String,
     role_arn: String,
@@ -71,8 +71,8 @@ impl Sts {
         role_arn: String,
         caller: AwsCredential,
     ) -> anyhow::Result<Self> {
-        let wire = HttpClient::new(client::build(TIMEOUTS)?);
-        Ok(Self { wire, endpoint, region, role_arn, caller })
+        let client = HttpClient::new(client::build(TIMEOUTS)?);
+        Ok(Self { client, endpoint, region, role_arn, caller })
     }
 
     /// Requests a session with this name, which the store's access log shows, and this policy.
@@ -120,7 +120,7 @@ impl Sts {
             .map_err(StsError::Sign)?;
         let silent =
             |error: object_store::client::HttpError| StsError::Silent(svc_http::problem::chain(&error));
-        let response = self.wire.execute(request).await.map_err(silent)?;
+        let response = self.client.execute(request).await.map_err(silent)?;
         let status = response.status();
         let body = response.into_body().bytes().await.map_err(silent)?;
         parse_response(status, &String::from_utf8_lossy(&body))

@@ -1,6 +1,7 @@
 //! HTTP layer below object_store: completes the upload of a snapshot only if no object has its key.
 //!
-//! object_store completes uploads without a condition. The added header is not signed, which S3 does not require.
+//! object_store completes uploads without a condition. The added header is not part of the signature: S3 does not
+//! require it to be.
 
 use async_trait::async_trait;
 use http::header::{HeaderValue, IF_NONE_MATCH};
@@ -11,23 +12,23 @@ use super::key::SNAPSHOTS;
 
 #[derive(Debug)]
 pub(super) struct WriteOnce {
-    pub(super) wire: HttpClient,
+    pub(super) inner: HttpClient,
 }
 
 #[async_trait]
 impl HttpService for WriteOnce {
     async fn call(&self, mut request: HttpRequest) -> Result<HttpResponse, HttpError> {
         if !completes_snapshot(&request) {
-            return self.wire.execute(request).await;
+            return self.inner.execute(request).await;
         }
         let unconditional = request.clone();
         request.headers_mut().insert(IF_NONE_MATCH, HeaderValue::from_static("*"));
-        let response = self.wire.execute(request).await?;
+        let response = self.inner.execute(request).await?;
         if response.status() != StatusCode::NOT_IMPLEMENTED {
             return Ok(response);
         }
         tracing::debug!("the store does not support a condition on the completion of an upload");
-        self.wire.execute(unconditional).await
+        self.inner.execute(unconditional).await
     }
 }
 

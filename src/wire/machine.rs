@@ -246,7 +246,7 @@ impl Machine {
     }
 
     /// When it left its slot.
-    pub fn left_at(&self) -> Option<&Time> {
+    pub fn left_slot_at(&self) -> Option<&Time> {
         self.retired_at.as_ref().or(self.deleted_at.as_ref())
     }
 }

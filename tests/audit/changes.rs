@@ -141,13 +141,13 @@ fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
     let home = Home::new()?;
     home.shell("echo mine > mine; mkdir own")?;
     assert!(home.entries()?.is_empty());
-    let first = home.begin(ADA)?;
+    let first = home.begin_command(ADA)?;
     home.shell("echo a > a")?;
-    let second = home.begin(BOB)?;
+    let second = home.begin_command(BOB)?;
     home.shell("echo both > both")?;
-    home.end(ADA, &first)?;
+    home.end_command(ADA, &first)?;
     home.shell("echo b > b")?;
-    home.end(BOB, &second)?;
+    home.end_command(BOB, &second)?;
     home.shell("echo mine >> mine")?;
     let entries = home.entries()?;
     assert_eq!(short(&entries), ["write a", "write both", "write b"]);
@@ -158,9 +158,9 @@ fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
     assert_eq!(entries[1].get("dispatchId"), None);
 
     // A file tool is attributed by name, even while another agent's command runs.
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     home.write(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
-    home.end(ADA, &call)?;
+    home.end_command(ADA, &call)?;
     let entries = home.entries()?;
     let who =
         |path: &str| entries.iter().find(|entry| entry["path"] == path).map(|entry| &entry["agentName"]);

@@ -26,16 +26,16 @@ fn new_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
 #[test]
 fn tool_cannot_end_its_own_call() -> Result<()> {
     let home = Home::new()?;
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     let end = json!({ "session_id": "session-ada", "hook_event_name": "PostToolUse", "tool_name": "Bash",
         "tool_use_id": call, "tool_input": { "command": "x" }, "tool_response": {} });
     let input = home.path("forged.json");
     fs::write(&input, end.to_string())?;
     let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
     let line = format!("FAILPOINTS='hook.patient=return(error)' bash -c '{hook} <{}; true'", input.display());
-    assert_eq!(home.with_program(ADA, |program| program.run(&line))?, "0");
+    assert_eq!(home.with_process(ADA, |process| process.run(&line))?, "0");
     home.shell("echo hidden > hidden")?;
-    home.end(ADA, &call)?;
+    home.end_command(ADA, &call)?;
     let (gaps, entries) = new_entries(&home)?;
     assert_eq!((gaps, short(&entries)), (vec!["forged".to_owned()], vec!["write hidden".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
@@ -47,10 +47,10 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
 #[test]
 fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     let home = Home::new()?;
-    let call = home.begin(ADA)?;
-    home.end(ADA, &call)?;
+    let call = home.begin_command(ADA)?;
+    home.end_command(ADA, &call)?;
     home.shell("echo hidden > hidden")?;
-    home.end(ADA, &call)?;
+    home.end_command(ADA, &call)?;
     let (gaps, entries) = new_entries(&home)?;
     assert_eq!((gaps, entries.len()), (vec!["forged".to_owned()], 0));
     Ok(())
@@ -62,13 +62,13 @@ fn late_hook_is_counted_once() -> Result<()> {
     let home = Home::new()?;
     let file = home.dir().join("w").display().to_string();
     let write = json!({ "tool_name": "Write", "tool_input": { "file_path": file } });
-    home.call_hook(ADA, "PreToolUse", "w1", write.clone())?;
+    home.run_hook_event(ADA, "PreToolUse", "w1", write.clone())?;
     home.shell("echo x > w")?;
     let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "session-ada",
         "toolUseId": "w1", "tool": "Write", "path": file, "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
-    home.call_hook(ADA, "PostToolUse", "w1", write)?;
+    home.run_hook_event(ADA, "PostToolUse", "w1", write)?;
     let (gaps, entries) = new_entries(&home)?;
     assert_eq!((gaps, short(&entries)), (vec!["unproven".to_owned()], vec!["write w".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
@@ -83,7 +83,7 @@ fn planted_hook_report_suppresses_no_gap() -> Result<()> {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "other",
         "toolUseId": "u2", "tool": "Bash", "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
-    home.call_hook(ADA, "PostToolUse", "u2", json!({ "tool_name": "Bash" }))?;
+    home.run_hook_event(ADA, "PostToolUse", "u2", json!({ "tool_name": "Bash" }))?;
     let (gaps, _) = new_entries(&home)?;
     assert_eq!(gaps, ["unpaired"]);
     Ok(())
@@ -92,14 +92,14 @@ fn planted_hook_report_suppresses_no_gap() -> Result<()> {
 #[test]
 fn agent_cannot_end_calls_of_another_agent() -> Result<()> {
     let home = Home::new()?;
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
-    home.call_hook(BOB, "PostToolUse", &call, of_ada.clone())?;
-    home.call_hook(BOB, "PostToolUseFailure", &call, of_ada.clone())?;
-    home.call_hook(BOB, "Stop", "", of_ada.clone())?;
-    home.call_hook(BOB, "SessionEnd", "", of_ada)?;
+    home.run_hook_event(BOB, "PostToolUse", &call, of_ada.clone())?;
+    home.run_hook_event(BOB, "PostToolUseFailure", &call, of_ada.clone())?;
+    home.run_hook_event(BOB, "Stop", "", of_ada.clone())?;
+    home.run_hook_event(BOB, "SessionEnd", "", of_ada)?;
     home.shell("echo x > seen")?;
-    home.end(ADA, &call)?;
+    home.end_command(ADA, &call)?;
     let (gaps, entries) = new_entries(&home)?;
     assert_eq!(gaps, ["forged"; 4]);
     assert_eq!((short(&entries), &entries[0]["agentName"]), (vec!["write seen".to_owned()], &json!("ada")));
@@ -115,7 +115,7 @@ fn dispatch_is_identified_by_dispatcher_not_environment() -> Result<()> {
     let entries = home.run(terminal, "echo x > by-terminal")?;
     assert_eq!((&entries[0]["agentName"], entries[0].get("dispatchId")), (&json!("terminal"), None));
     // A process of a dispatch remains in it, whichever variables it sets.
-    home.with_program(ADA, |program| program.run("export SVC_DISPATCH_ID=bob SVC_AGENT_NAME=bob"))?;
+    home.with_process(ADA, |process| process.run("export SVC_DISPATCH_ID=bob SVC_AGENT_NAME=bob"))?;
     let entries = home.run(ADA, "echo x > by-ada")?;
     assert_eq!((&entries[0]["agentName"], &entries[0]["dispatchId"]), (&json!("ada"), &json!("ada")));
     Ok(())
@@ -133,7 +133,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
         fs::set_permissions(path, Permissions::from_mode(0o755))?;
     }
     chown(&socket, None, Some(OWNERS_USER))?;
-    home.begin(ADA)?;
+    home.begin_command(ADA)?;
     let client = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); \
                 s.sendall(sys.argv[2].encode() + b'\\n'); print(s.recv(100))";
     let runner = svc::host::audit::protocol::Process::from_pid(i32::try_from(std::process::id())?);
@@ -154,12 +154,12 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
 #[test]
 fn calls_reported_by_no_hook_are_recorded_as_gap() -> Result<()> {
     let home = Home::new()?;
-    let call = home.begin(ADA)?;
-    home.end(ADA, &call)?;
+    let call = home.begin_command(ADA)?;
+    home.end_command(ADA, &call)?;
     let mut seen = SeenCalls { is_by_id: true, ..SeenCalls::default() };
     [call.as_str(), "toolu_of_no_hook", "toolu_of_none_either"].iter().for_each(|call| seen.add(call));
     home.send_to_watcher(&Message::dispatch_end("ada", seen))?;
-    let gap = home.until("a gap", |line| line["gap"]["why"] == "unseen")?;
+    let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unseen")?;
     assert_eq!(gap["gap"]["lost"], 2);
     Ok(())
 }
@@ -169,10 +169,10 @@ fn calls_reported_by_no_hook_are_recorded_as_gap() -> Result<()> {
 fn call_ended_by_another_process_beforehand_is_recorded() -> Result<()> {
     let home = Home::new()?;
     let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
-    home.call_hook(BOB, "PostToolUse", "toolu_1000", of_ada)?;
-    home.call_hook(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;
+    home.run_hook_event(BOB, "PostToolUse", "toolu_1000", of_ada)?;
+    home.run_hook_event(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;
     home.shell("echo x > seen")?;
-    home.end(ADA, "toolu_1000")?;
+    home.end_command(ADA, "toolu_1000")?;
     let (_, entries) = new_entries(&home)?;
     assert_eq!(short(&entries), ["write seen"]);
     Ok(())

@@ -28,7 +28,7 @@ const RECORD_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Agent(pub &'static str);
 
 /// The process of an agent; it runs the agent's hooks.
-pub struct Program {
+pub struct AgentProcess {
     shell: OwnedChild,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
@@ -36,7 +36,7 @@ pub struct Program {
     is_announced: bool,
 }
 
-impl Program {
+impl AgentProcess {
     pub fn pid(&self) -> u32 {
         self.shell.pid()
     }
@@ -44,9 +44,9 @@ impl Program {
     /// Runs a shell line and returns its exit code.
     pub fn run(&mut self, line: &str) -> Result<String> {
         writeln!(self.stdin, "{line}; echo $?")?;
-        let mut word = String::new();
-        self.stdout.read_line(&mut word)?;
-        Ok(word.trim().to_owned())
+        let mut code = String::new();
+        self.stdout.read_line(&mut code)?;
+        Ok(code.trim().to_owned())
     }
 
     pub fn kill(mut self) -> Result<()> {
@@ -62,27 +62,27 @@ pub struct Home {
     root: tempfile::TempDir,
     watcher: Option<OwnedChild>,
     pub failpoints: String,
-    /// Whether its hooks stop waiting at their limit.
-    pub is_hasty: bool,
+    /// Whether hooks have their normal timeout; otherwise it is extended for slow machines.
+    pub has_normal_hook_timeout: bool,
     /// Maximum number of folders that the kernel may watch, if not the system's limit.
     pub max_watches: Option<u32>,
     calls: AtomicU32,
-    programs: RefCell<HashMap<Agent, Program>>,
+    processes: RefCell<HashMap<Agent, AgentProcess>>,
     /// Number of lines of the record that were read.
-    read: Cell<usize>,
+    lines_read: Cell<usize>,
 }
 
 /// Lines of the record.
 pub type Entries = Vec<Value>;
 /// The observed state of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
+pub enum PathState {
     Folder,
     File(Vec<u8>),
     Link(PathBuf),
     Other,
 }
-pub type States = BTreeMap<Vec<u8>, State>;
+pub type PathStates = BTreeMap<Vec<u8>, PathState>;
 
 impl Home {
     /// A home that is watched from the start.
@@ -105,11 +105,11 @@ impl Home {
             root,
             watcher: None,
             failpoints: failpoints.to_owned(),
-            is_hasty: false,
+            has_normal_hook_timeout: false,
             max_watches: None,
             calls: AtomicU32::new(0),
-            programs: RefCell::default(),
-            read: Cell::new(0),
+            processes: RefCell::default(),
+            lines_read: Cell::new(0),
         })
     }
 
@@ -141,20 +141,20 @@ impl Home {
             if let Some(status) = watcher.status() {
                 bail!("svc-watch ended with {status}: {}", self.log());
             }
-            ensure!(Instant::now() < deadline, "svc-watch did not get ready: {}", self.log());
+            ensure!(Instant::now() < deadline, "svc-watch did not become ready: {}", self.log());
         }
         self.watcher = Some(watcher);
-        let mut programs = self.programs.borrow_mut();
-        programs.iter_mut().try_for_each(|(agent, program)| self.announce_dispatch(*agent, program))
+        let mut processes = self.processes.borrow_mut();
+        processes.iter_mut().try_for_each(|(agent, process)| self.announce_dispatch(*agent, process))
     }
 
     /// Announces the agent's dispatch once, if a watcher runs.
-    fn announce_dispatch(&self, agent: Agent, program: &mut Program) -> Result<()> {
-        if program.is_announced || self.watcher.is_none() || agent.0.starts_with("terminal") {
+    fn announce_dispatch(&self, agent: Agent, process: &mut AgentProcess) -> Result<()> {
+        if process.is_announced || self.watcher.is_none() || agent.0.starts_with("terminal") {
             return Ok(());
         }
-        program.is_announced = true;
-        let runner = Process::from_pid(i32::try_from(program.pid())?);
+        process.is_announced = true;
+        let runner = Process::from_pid(i32::try_from(process.pid())?);
         self.send_to_watcher(&Message::dispatch_begin(agent.0, agent.0, runner))
     }
 
@@ -164,28 +164,32 @@ impl Home {
     }
 
     /// Runs `action` with the process of an agent, which is started if necessary.
-    pub fn with_program<T>(&self, agent: Agent, action: impl FnOnce(&mut Program) -> Result<T>) -> Result<T> {
-        let mut programs = self.programs.borrow_mut();
-        let program = match programs.entry(agent) {
-            Entry::Occupied(program) => program.into_mut(),
-            Entry::Vacant(place) => place.insert(self.program(agent)?),
+    pub fn with_process<T>(
+        &self,
+        agent: Agent,
+        action: impl FnOnce(&mut AgentProcess) -> Result<T>,
+    ) -> Result<T> {
+        let mut processes = self.processes.borrow_mut();
+        let process = match processes.entry(agent) {
+            Entry::Occupied(process) => process.into_mut(),
+            Entry::Vacant(place) => place.insert(self.start_process(agent)?),
         };
-        self.announce_dispatch(agent, program)?;
-        action(program)
+        self.announce_dispatch(agent, process)?;
+        action(process)
     }
 
-    fn program(&self, agent: Agent) -> Result<Program> {
+    fn start_process(&self, agent: Agent) -> Result<AgentProcess> {
         let mut command = self.isolated_command("bash", &["--norc"]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).env("SVC_AGENT_NAME", agent.0);
         let mut shell = OwnedChild::spawn(command.env("SVC_DISPATCH_ID", agent.0))?;
         let stdin = shell.take_stdin().context("stdin")?;
         let stdout = BufReader::new(shell.take_stdout().context("stdout")?);
-        Ok(Program { shell, stdin, stdout, is_announced: false })
+        Ok(AgentProcess { shell, stdin, stdout, is_announced: false })
     }
 
     /// Ends the process of an agent.
-    pub fn end_program(&self, agent: Agent) -> Result<()> {
-        self.programs.borrow_mut().remove(&agent).context("a program")?.kill()
+    pub fn end_process(&self, agent: Agent) -> Result<()> {
+        self.processes.borrow_mut().remove(&agent).context("a process")?.kill()
     }
 
     pub fn log(&self) -> String {
@@ -239,16 +243,17 @@ impl Home {
     }
 
     /// Runs the hook as an agent's program does, and checks its output and exit code. Returns its duration. The hook
-    /// waits for the watcher's response, unless the home is `is_hasty`.
-    pub fn hook_with(&self, agent: Agent, text: &[u8]) -> Result<Duration> {
+    /// waits for the watcher's response, unless `has_normal_hook_timeout`.
+    pub fn run_hook(&self, agent: Agent, text: &[u8]) -> Result<Duration> {
         let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
         fs::write(&input, text)?;
-        let failpoints = if self.is_hasty { "" } else { "FAILPOINTS='hook.patient=return(error)' " };
+        let failpoints =
+            if self.has_normal_hook_timeout { "" } else { "FAILPOINTS='hook.patient=return(error)' " };
         let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
         let line = format!("{failpoints}{hook} <{} >{} 2>&1", input.display(), printed.display());
-        let (code, took) = self.with_program(agent, |program| {
+        let (code, took) = self.with_process(agent, |process| {
             let begun = Instant::now();
-            Ok((program.run(&line)?, begun.elapsed()))
+            Ok((process.run(&line)?, begun.elapsed()))
         })?;
         let printed = fs::read_to_string(printed)?;
         ensure!(code == "0" && printed.is_empty(), "{code}: {printed}");
@@ -256,7 +261,7 @@ impl Home {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "callers always build it in place")]
-    pub fn call_hook(&self, agent: Agent, event: &str, call: &str, more: Value) -> Result<Duration> {
+    pub fn run_hook_event(&self, agent: Agent, event: &str, call: &str, more: Value) -> Result<Duration> {
         let mut message = json!({
             "session_id": format!("session-{}", agent.0), "transcript_path": "/h/.claude/projects/p/s.jsonl",
             "cwd": self.dir(), "hook_event_name": event, "permission_mode": "default", "tool_use_id": call,
@@ -264,7 +269,7 @@ impl Home {
         for (name, value) in more.as_object().into_iter().flatten() {
             message[name] = value.clone();
         }
-        self.hook_with(agent, message.to_string().as_bytes())
+        self.run_hook(agent, message.to_string().as_bytes())
     }
 
     fn next_call(&self) -> String {
@@ -272,9 +277,9 @@ impl Home {
     }
 
     /// Begins a command and returns its call id.
-    pub fn begin(&self, agent: Agent) -> Result<String> {
+    pub fn begin_command(&self, agent: Agent) -> Result<String> {
         let call = self.next_call();
-        self.call_hook(
+        self.run_hook_event(
             agent,
             "PreToolUse",
             &call,
@@ -283,9 +288,9 @@ impl Home {
         Ok(call)
     }
 
-    pub fn end(&self, agent: Agent, call: &str) -> Result<()> {
+    pub fn end_command(&self, agent: Agent, call: &str) -> Result<()> {
         let more = json!({ "tool_name": "Bash", "tool_input": { "command": "x" }, "tool_response": { "stdout": "" } });
-        self.call_hook(agent, "PostToolUse", call, more).map(drop)
+        self.run_hook_event(agent, "PostToolUse", call, more).map(drop)
     }
 
     /// Runs a shell script in the home.
@@ -299,20 +304,20 @@ impl Home {
 
     /// Runs an agent's command and returns its entries in the record.
     pub fn run(&self, agent: Agent, script: &str) -> Result<Entries> {
-        let call = self.begin(agent)?;
+        let call = self.begin_command(agent)?;
         let done = self.shell(script);
-        self.end(agent, &call)?;
+        self.end_command(agent, &call)?;
         done?;
         self.entries()
     }
 
-    /// A tool that writes one file.
-    pub fn write(&self, agent: Agent, path: &str, written: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Simulates a tool call that writes one file; `action` writes it.
+    pub fn write(&self, agent: Agent, path: &str, action: impl FnOnce() -> Result<()>) -> Result<()> {
         let call = self.next_call();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path, "content": "SECRET" } });
-        self.call_hook(agent, "PreToolUse", &call, input.clone())?;
-        written()?;
-        self.call_hook(agent, "PostToolUse", &call, input).map(drop)
+        self.run_hook_event(agent, "PreToolUse", &call, input.clone())?;
+        action()?;
+        self.run_hook_event(agent, "PostToolUse", &call, input).map(drop)
     }
 
     /// The entries since the previous call. A marker written last proves that the record is complete.
@@ -320,13 +325,13 @@ impl Home {
         let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
         let path = self.dir().join(&marker).display().to_string();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path } });
-        self.call_hook(Agent("marker"), "PostToolUse", &marker, input)?;
+        self.run_hook_event(Agent("marker"), "PostToolUse", &marker, input)?;
         let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
             let lines = self.lines()?;
             if let Some(at) = lines.iter().position(|line| line["path"] == *marker) {
-                let new = lines[self.read.get()..at].to_vec();
-                self.read.set(at + 1);
+                let new = lines[self.lines_read.get()..at].to_vec();
+                self.lines_read.set(at + 1);
                 return Ok(new);
             }
             ensure!(Instant::now() < deadline, "the marker was not recorded: {}", self.log());
@@ -342,10 +347,10 @@ impl Home {
     }
 
     /// Waits until a line of the record satisfies the condition.
-    pub fn until(&self, what: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
+    pub fn wait_for_line(&self, what: &str, matches: impl Fn(&Value) -> bool) -> Result<Value> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
-            if let Some(found) = self.lines()?.into_iter().find(|line| is_it(line)) {
+            if let Some(found) = self.lines()?.into_iter().find(|line| matches(line)) {
                 return Ok(found);
             }
             ensure!(Instant::now() < deadline, "timeout: {what}: {:?}\n{}", self.lines()?, self.log());
@@ -354,8 +359,8 @@ impl Home {
     }
 
     /// The contents of the home, observed independently of the watcher.
-    pub fn states(&self) -> Result<States> {
-        let mut states = States::new();
+    pub fn states(&self) -> Result<PathStates> {
+        let mut states = PathStates::new();
         observe(&self.dir(), &self.dir(), &mut states)?;
         states.retain(|path, _| path != b"system" && !path.starts_with(b"system/"));
         Ok(states)
@@ -365,23 +370,23 @@ impl Home {
 impl Drop for Home {
     fn drop(&mut self) {
         let _ = self.kill();
-        self.programs.borrow_mut().drain().for_each(|(_, program)| drop(program.kill()));
+        self.processes.borrow_mut().drain().for_each(|(_, process)| drop(process.kill()));
     }
 }
 
-fn observe(root: &Path, dir: &Path, states: &mut States) -> Result<()> {
+fn observe(root: &Path, dir: &Path, states: &mut PathStates) -> Result<()> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
         let kind = fs::symlink_metadata(&path)?.file_type();
         let state = if kind.is_dir() {
             observe(root, &path, states)?;
-            State::Folder
+            PathState::Folder
         } else if kind.is_symlink() {
-            State::Link(fs::read_link(&path)?)
+            PathState::Link(fs::read_link(&path)?)
         } else if kind.is_file() {
-            State::File(Sha256::digest(fs::read(&path)?).to_vec())
+            PathState::File(Sha256::digest(fs::read(&path)?).to_vec())
         } else {
-            State::Other
+            PathState::Other
         };
         states.insert(path.strip_prefix(root)?.as_os_str().as_bytes().to_vec(), state);
     }
@@ -389,13 +394,13 @@ fn observe(root: &Path, dir: &Path, states: &mut States) -> Result<()> {
 }
 
 /// The difference between two observations, as the record must show it.
-pub fn differences(before: &States, after: &States) -> BTreeMap<Vec<u8>, &'static str> {
+pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>, &'static str> {
     let mut found = BTreeMap::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
         found.insert(path.clone(), "delete");
     }
     for (path, state) in after.iter().filter(|(path, state)| before.get(*path) != Some(state)) {
-        found.insert(path.clone(), if *state == State::Folder { "mkdir" } else { "write" });
+        found.insert(path.clone(), if *state == PathState::Folder { "mkdir" } else { "write" });
     }
     found
 }
@@ -404,9 +409,9 @@ pub fn differences(before: &States, after: &States) -> BTreeMap<Vec<u8>, &'stati
 pub fn recorded(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
     let mut found = BTreeMap::new();
     for entry in entries {
-        let op = entry["op"].as_str().with_context(|| format!("no entry: {entry}"))?.to_owned();
+        let op = entry["op"].as_str().with_context(|| format!("not an entry: {entry}"))?.to_owned();
         let path = path_of(entry)?;
-        ensure!(found.insert(path, op).is_none(), "twice: {entry}");
+        ensure!(found.insert(path, op).is_none(), "path recorded twice: {entry}");
     }
     Ok(found)
 }

@@ -14,22 +14,22 @@ const LIMIT: Duration = Duration::from_millis(600);
 #[test]
 fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
     let mut home = Home::unwatched()?;
-    home.is_hasty = true;
+    home.has_normal_hook_timeout = true;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
-    let took = home.call_hook(ADA, "PreToolUse", "t1", bash.clone())?;
+    let took = home.run_hook_event(ADA, "PreToolUse", "t1", bash.clone())?;
     assert!(took < LIMIT, "{took:?}");
-    home.call_hook(ADA, "PostToolUse", "t1", bash.clone())?;
-    home.is_hasty = false;
+    home.run_hook_event(ADA, "PostToolUse", "t1", bash.clone())?;
+    home.has_normal_hook_timeout = false;
     home.watch()?;
-    let gap = home.until("a gap", |line| line["gap"]["why"] == "unheard")?;
+    let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unheard")?;
     assert_eq!(gap["gap"]["lost"], 2);
     // The gap of the missed beginning is already recorded.
     home.kill()?;
-    home.call_hook(ADA, "PreToolUse", "t2", bash.clone())?;
+    home.run_hook_event(ADA, "PreToolUse", "t2", bash.clone())?;
     home.watch()?;
-    home.call_hook(ADA, "PostToolUse", "t2", bash.clone())?;
-    home.call_hook(ADA, "PostToolUse", "t3", bash)?;
-    home.until("an unpaired call", |line| line["gap"]["why"] == "unpaired")?;
+    home.run_hook_event(ADA, "PostToolUse", "t2", bash.clone())?;
+    home.run_hook_event(ADA, "PostToolUse", "t3", bash)?;
+    home.wait_for_line("an unpaired call", |line| line["gap"]["why"] == "unpaired")?;
     let whys: Vec<String> =
         home.lines()?.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
     assert_eq!(whys, ["unheard", "unheard", "unpaired"]);
@@ -39,27 +39,27 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
 #[test]
 fn hook_returns_when_socket_does_not_respond() -> Result<()> {
     let mut home = Home::new()?;
-    home.with_program(ADA, |_| Ok(()))?;
-    home.is_hasty = true;
+    home.with_process(ADA, |_| Ok(()))?;
+    home.has_normal_hook_timeout = true;
     let watcher = nix::unistd::Pid::from_raw(i32::try_from(home.pid())?);
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGSTOP)?;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
-    let took = home.call_hook(ADA, "PreToolUse", "t1", bash)?;
+    let took = home.run_hook_event(ADA, "PreToolUse", "t1", bash)?;
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGCONT)?;
     assert!(took >= Duration::from_millis(80) && took < LIMIT, "{took:?}");
-    home.until("a gap", |line| line["gap"]["why"] == "late")?;
+    home.wait_for_line("a gap", |line| line["gap"]["why"] == "late")?;
     home.terminate()
 }
 
 #[test]
 fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
     let mut home = Home::new()?;
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     home.shell("echo lost > lost")?;
     home.kill()?;
     home.watch()?;
     home.shell("echo seen > seen")?;
-    home.end(ADA, &call)?;
+    home.end_command(ADA, &call)?;
     home.shell("echo own > own")?;
     let entries = home.entries()?;
     assert_eq!(entries[0]["gap"]["why"], "restarted");
@@ -76,17 +76,17 @@ fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
         for looks in 0..2 {
             let mut home = Home::with_failpoints(&format!("{point}={looks}*off->return(kill)"))?;
             home.watch()?;
-            let call = home.begin(ADA)?;
+            let call = home.begin_command(ADA)?;
             home.shell("echo lost > lost")?;
-            home.end(ADA, &call)?;
+            home.end_command(ADA, &call)?;
             assert!(home.has_ended()?, "{point}, {looks}");
             home.kill()?;
             home.failpoints.clear();
             home.watch()?;
             home.run(ADA, "echo seen > seen")?;
-            home.until("the next call", |line| line["path"] == "seen")?;
+            home.wait_for_line("the next call", |line| line["path"] == "seen")?;
             let what = format!("the change or a gap: {point}, {looks}");
-            home.until(&what, |line| line["path"] == "lost" || !line["gap"].is_null())?;
+            home.wait_for_line(&what, |line| line["path"] == "lost" || !line["gap"].is_null())?;
             home.terminate()?;
         }
     }
@@ -96,9 +96,9 @@ fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
 #[test]
 fn termination_writes_all_pending_entries() -> Result<()> {
     let mut home = Home::new()?;
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     home.shell("for f in $(seq 500); do echo $f > $f; done")?;
-    home.end(ADA, &call)?;
+    home.end_command(ADA, &call)?;
     home.terminate()?;
     assert_eq!(home.lines()?.len(), 500);
     Ok(())
@@ -107,21 +107,21 @@ fn termination_writes_all_pending_entries() -> Result<()> {
 #[test]
 fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
     let home = Home::new()?;
-    home.begin(ADA)?;
-    home.call_hook(ADA, "Stop", "", json!({}))?;
+    home.begin_command(ADA)?;
+    home.run_hook_event(ADA, "Stop", "", json!({}))?;
     home.shell("echo own > after-turn")?;
-    home.begin(ADA)?;
-    home.call_hook(ADA, "SubagentStop", "", json!({ "agent_id": "other" }))?;
+    home.begin_command(ADA)?;
+    home.run_hook_event(ADA, "SubagentStop", "", json!({ "agent_id": "other" }))?;
     home.shell("echo x > still")?;
-    home.call_hook(ADA, "SessionEnd", "", json!({}))?;
+    home.run_hook_event(ADA, "SessionEnd", "", json!({}))?;
     home.shell("echo own > after-session")?;
     assert_eq!(short(&home.entries()?), ["write still"]);
 
     // The agent is killed.
-    home.begin(BOB)?;
+    home.begin_command(BOB)?;
     home.shell("echo x > by-agent")?;
-    home.end_program(BOB)?;
-    let entry = home.until("its last change", |line| line["path"] == "by-agent")?;
+    home.end_process(BOB)?;
+    let entry = home.wait_for_line("its last change", |line| line["path"] == "by-agent")?;
     assert_eq!(entry["agentName"], "bob");
     home.shell("echo own > after-kill")?;
     assert!(home.entries()?.iter().all(|entry| entry["path"] != "after-kill"));
@@ -131,7 +131,7 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
 #[test]
 fn end_of_a_dispatch_ends_its_calls() -> Result<()> {
     let home = Home::new()?;
-    home.begin(ADA)?;
+    home.begin_command(ADA)?;
     home.send_to_watcher(&Message::dispatch_end("ada", SeenCalls::default()))?;
     home.shell("echo own > own")?;
     assert!(home.entries()?.is_empty());
@@ -141,16 +141,16 @@ fn end_of_a_dispatch_ends_its_calls() -> Result<()> {
 #[test]
 fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
     let home = Home::new()?;
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     let more = json!({ "tool_name": "Bash", "tool_response": { "backgroundTaskId": "b1" } });
-    home.call_hook(ADA, "PostToolUse", &call, more)?;
-    home.call_hook(ADA, "Stop", "", json!({}))?;
+    home.run_hook_event(ADA, "PostToolUse", &call, more)?;
+    home.run_hook_event(ADA, "Stop", "", json!({}))?;
     home.shell("echo x > from-background")?;
-    let other = home.begin(BOB)?;
+    let other = home.begin_command(BOB)?;
     home.shell("echo x > either")?;
-    home.end(BOB, &other)?;
+    home.end_command(BOB, &other)?;
     home.shell("echo x > late")?;
-    home.call_hook(ADA, "SessionEnd", "", json!({}))?;
+    home.run_hook_event(ADA, "SessionEnd", "", json!({}))?;
     home.shell("echo own > own")?;
     let entries = home.entries()?;
     assert_eq!(short(&entries), ["write from-background", "write either", "write late"]);
@@ -161,12 +161,17 @@ fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
 #[test]
 fn failed_command_is_recorded_but_failed_write_is_not() -> Result<()> {
     let home = Home::new()?;
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     home.shell("echo x > done")?;
-    home.call_hook(ADA, "PostToolUseFailure", &call, json!({ "tool_name": "Bash", "error": "Exit code 3" }))?;
+    home.run_hook_event(
+        ADA,
+        "PostToolUseFailure",
+        &call,
+        json!({ "tool_name": "Bash", "error": "Exit code 3" }),
+    )?;
     let write = json!({ "tool_name": "Edit", "tool_input": { "file_path": "nothing" } });
-    home.call_hook(ADA, "PreToolUse", "e", write.clone())?;
-    home.call_hook(ADA, "PostToolUseFailure", "e", write)?;
+    home.run_hook_event(ADA, "PreToolUse", "e", write.clone())?;
+    home.run_hook_event(ADA, "PostToolUseFailure", "e", write)?;
     assert_eq!(short(&home.entries()?), ["write done"]);
     Ok(())
 }
@@ -175,10 +180,10 @@ fn failed_command_is_recorded_but_failed_write_is_not() -> Result<()> {
 fn hook_ignores_invalid_input_and_succeeds() -> Result<()> {
     let home = Home::new()?;
     for text in ["", "{", "null", "[1]", r#"{"hook_event_name":7}"#, r#"{"hook_event_name":"Unknown"}"#] {
-        home.hook_with(ADA, text.as_bytes())?;
+        home.run_hook(ADA, text.as_bytes())?;
     }
-    home.hook_with(ADA, &vec![b' '; 5 << 20])?;
-    let gap = home.until("a gap", |line| line["gap"]["why"] == "unreadable")?;
+    home.run_hook(ADA, &vec![b' '; 5 << 20])?;
+    let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unreadable")?;
     assert!(gap["gap"]["lost"].as_u64().context("a number")? >= 1);
     Ok(())
 }

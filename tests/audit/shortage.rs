@@ -24,7 +24,7 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     let files = max_events / 2;
     home.entries()?;
     let before = home.states()?;
-    let call = home.begin(ADA)?;
+    let call = home.begin_command(ADA)?;
     let watcher = Pid::from_raw(i32::try_from(home.pid())?);
     kill(watcher, Signal::SIGSTOP)?;
     let done = home.shell(&format!(
@@ -33,7 +33,7 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     ));
     kill(watcher, Signal::SIGCONT)?;
     done?;
-    home.end(ADA, &call)?;
+    home.end_command(ADA, &call)?;
     let found = home.entries()?;
     ensure!(found.iter().all(|entry| entry["agentName"] == "ada"), "{:?}", found.first());
     let expected = differences(&before, &home.states()?);

@@ -25,7 +25,7 @@ async fn app_with_slow_inserts() -> Result<App> {
 }
 
 /// The number of the app's sessions in a state.
-async fn sessions(app: &App, admin: &tokio_postgres::Client, state: &str) -> Result<i64> {
+async fn count_sessions(app: &App, admin: &tokio_postgres::Client, state: &str) -> Result<i64> {
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1 AND state LIKE $2";
     Ok(admin.query_one(sql, &[&app.schema(), &state]).await?.get(0))
 }
@@ -35,12 +35,12 @@ async fn disconnect_during(app: &App, body: &Value) -> Result<()> {
     let admin = app.database.connect().await?;
     let request = app.host.owner(Method::POST, "/api/bridge/query").json(body);
     let sent = tokio::spawn(request.send());
-    app.host.until("it runs", async || Ok(sessions(app, &admin, "active").await? == 1)).await?;
+    app.host.until("it runs", async || Ok(count_sessions(app, &admin, "active").await? == 1)).await?;
     sent.abort();
     let started = std::time::Instant::now();
-    app.host.until("it is cancelled", async || Ok(sessions(app, &admin, "active").await? == 0)).await?;
+    app.host.until("it is cancelled", async || Ok(count_sessions(app, &admin, "active").await? == 0)).await?;
     assert!(started.elapsed() < Duration::from_secs(30), "cancelled before its end");
-    let open = sessions(app, &admin, "idle in transaction%").await?;
+    let open = count_sessions(app, &admin, "idle in transaction%").await?;
     assert_eq!(open, 0, "no transaction remains open");
     Ok(())
 }
@@ -59,14 +59,14 @@ async fn disconnect_cancels_the_statement() -> Result<()> {
 #[tokio::test]
 async fn disconnect_cancels_the_transaction() -> Result<()> {
     let app = app_with_slow_inserts().await?;
-    let on = |size: i32| json!({ "action": "insert", "table": "things", "data": { "size": size } });
+    let insert = |size: i32| json!({ "action": "insert", "table": "things", "data": { "size": size } });
     for _ in 0..3 {
-        let operations = json!([on(1), on(-1), on(2)]);
+        let operations = json!([insert(1), insert(-1), insert(2)]);
         let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
         disconnect_during(&app, &body).await?;
     }
     assert_eq!(app.count().await?, 0);
-    let good = json!({ "action": "transaction", "app": app.slug, "operations": [on(1), on(2)] });
+    let good = json!({ "action": "transaction", "app": app.slug, "operations": [insert(1), insert(2)] });
     app.host.data(&good).await?;
     assert_eq!(app.count().await?, 2);
     Ok(())
@@ -79,7 +79,7 @@ async fn long_statement_does_not_block_other_requests() -> Result<()> {
     let admin = app.database.connect().await?;
     let request = app.host.owner(Method::POST, "/api/bridge/query");
     let long = tokio::spawn(request.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
-    app.host.until("it runs", async || Ok(sessions(&app, &admin, "active").await? == 1)).await?;
+    app.host.until("it runs", async || Ok(count_sessions(&app, &admin, "active").await? == 1)).await?;
     // The only open connection is busy for a minute, so these requests get another one.
     let others = (0..20).map(|n| app.insert(json!({ "size": n })));
     tokio::time::timeout(Duration::from_secs(20), futures_util::future::try_join_all(others)).await??;
@@ -92,14 +92,15 @@ async fn long_statement_does_not_block_other_requests() -> Result<()> {
 async fn disconnect_cancels_no_other_statement() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     for round in 0..5 {
-        let request = app.host.owner(Method::POST, "/api/bridge/query");
-        let gone = tokio::spawn(request.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
+        let builder = app.host.owner(Method::POST, "/api/bridge/query");
+        let request =
+            tokio::spawn(builder.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
         let others = (0..40).map(|n| app.insert(json!({ "size": n })));
-        let cut = async {
+        let disconnect = async {
             tokio::time::sleep(Duration::from_millis(20 * round)).await;
-            gone.abort();
+            request.abort();
         };
-        let (all, ()) = tokio::join!(futures_util::future::join_all(others), cut);
+        let (all, ()) = tokio::join!(futures_util::future::join_all(others), disconnect);
         for response in all {
             response?;
         }
@@ -113,7 +114,7 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     let body = app.body("insert", json!({ "data": { "size": -1 } }));
     let send = || tokio::spawn(app.host.owner(Method::POST, "/api/bridge/query").json(&body).send());
-    // As many as a pool of 16 connections accepts, and some that must wait.
+    // More than the 16 connections of a pool accept with 8 pipelined statements each (128): the others must wait.
     let mut all: Vec<_> = (0..140).map(|_| send()).collect();
     app.host
         .until("a request is refused", async || Ok(all.iter().any(tokio::task::JoinHandle::is_finished)))
@@ -128,7 +129,9 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     }
     app.insert(json!({ "size": 1 })).await?;
     let admin = app.database.connect().await?;
-    app.host.until("all are cancelled", async || Ok(sessions(&app, &admin, "active").await? == 0)).await?;
+    app.host
+        .until("all are cancelled", async || Ok(count_sessions(&app, &admin, "active").await? == 0))
+        .await?;
     assert_eq!(app.count().await?, 1, "cancelled while waiting for a connection");
     Ok(())
 }

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::stack::Stack;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn clock_skew_to_the_database_is_reported() {
+async fn clock_skew_from_database_is_reported() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let agrees = stack.get(&process, "/readyz/control").await;
@@ -15,12 +15,12 @@ async fn clock_skew_to_the_database_is_reported() {
 
     // Every new session sees a database clock that is off by a minute.
     let client = stack.database.connect().await.unwrap();
-    let moved = "CREATE SCHEMA moved; \
-         CREATE FUNCTION moved.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE \
+    let skewed = "CREATE SCHEMA skewed; \
+         CREATE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE \
              AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 minute' $$; \
-         DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = public, moved, pg_catalog', \
+         DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = public, skewed, pg_catalog', \
              current_database()); END $$";
-    client.batch_execute(moved).await.unwrap();
+    client.batch_execute(skewed).await.unwrap();
     let process = stack.start_platform();
     let differs = stack.get(&process, "/readyz/control").await;
     assert_eq!((differs.status, &differs.body["clock"]), (503, &json!("failing")), "{differs:?}");

@@ -115,7 +115,7 @@ async fn rare_rows_are_read_by_an_index() {
     let fleet = Fleet::start().await;
     let session = &fleet.session;
     let before = fleet.rows_read("user_machines").await;
-    assert_eq!(machines::list_expired(session).await.unwrap().len(), 2);
+    assert_eq!(machines::list_expired_registrations(session).await.unwrap().len(), 2);
     let expired = fleet.rows_read("user_machines").await;
     assert!(expired - before <= MAX_ROWS_READ, "{} rows read for expired registrations", expired - before);
 
@@ -134,7 +134,7 @@ async fn rare_rows_are_read_by_an_index() {
 
     let successor = fleet.machine("provider_server_id = 2").await;
     let before = fleet.rows_read("user_machines").await;
-    assert!(machines::find_replaced_by(session, successor).await.unwrap().is_some());
+    assert!(machines::find_predecessor(session, successor).await.unwrap().is_some());
     let replaced = fleet.rows_read("user_machines").await;
     assert!(replaced - before <= MAX_ROWS_READ, "{} rows read for the replaced machine", replaced - before);
 }

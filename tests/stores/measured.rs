@@ -10,7 +10,7 @@ use object_store::path::Path;
 use serde_json::json;
 use svc::store::bucket::{Condition, StoreError};
 
-use super::Stage;
+use super::StoreFixture;
 
 const WRITERS: u64 = 6;
 
@@ -18,12 +18,12 @@ const WRITERS: u64 = 6;
 type Winners = BTreeMap<usize, usize>;
 
 /// Writers that start within `spread` of each other.
-async fn race(stage: &Stage, key: &Path, condition: &Condition, spread: Duration) -> Result<usize> {
+async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread: Duration) -> Result<usize> {
     let writers = (0..WRITERS).map(|writer| async move {
         let share = u32::try_from(writer).unwrap_or_default() * spread / WRITERS as u32;
         tokio::time::sleep(share).await;
         let value = json!({"writer": writer, "nonce": uuid::Uuid::new_v4()});
-        stage.bucket.put_json_if(key, &value, condition.clone()).await
+        fixture.bucket.put_json_if(key, &value, condition.clone()).await
     });
     let mut winners = 0;
     for end in join_all(writers).await {
@@ -39,16 +39,16 @@ async fn race(stage: &Stage, key: &Path, condition: &Condition, spread: Duration
 /// Every round has at least one winner on every store, and exactly one where the store is exact. That `If-None-Match` is
 /// exact is asserted for all of them; `If-Match` is only counted.
 async fn measure(kind: StoreKind, rounds: usize) -> Result<()> {
-    let Some(stage) = Stage::start(kind).await? else { return Ok(()) };
+    let Some(fixture) = StoreFixture::start(kind).await? else { return Ok(()) };
     let (mut created, mut replaced) = (Winners::new(), Winners::new());
     let start = Instant::now();
     for round in 0..rounds {
         let spread = Duration::from_millis([0, 0, 2, 10][round % 4]);
         let key = Path::from(format!("race/{round}.json"));
-        *created.entry(race(&stage, &key, &Condition::Absent, spread).await?).or_default() += 1;
-        let read = stage.bucket.get_json::<serde_json::Value>(&key).await?.context("no object")?;
+        *created.entry(race(&fixture, &key, &Condition::Absent, spread).await?).or_default() += 1;
+        let read = fixture.bucket.get_json::<serde_json::Value>(&key).await?.context("no object")?;
         let unchanged = Condition::Unchanged(read.version);
-        *replaced.entry(race(&stage, &key, &unchanged, spread).await?).or_default() += 1;
+        *replaced.entry(race(&fixture, &key, &unchanged, spread).await?).or_default() += 1;
     }
     println!(
         "{}: {rounds} races of {WRITERS} writers in {:.1?}; rounds by winners: If-None-Match {created:?}, If-Match {replaced:?}",

@@ -18,7 +18,7 @@ use svc::store::config::{S3Config, StoreConfig};
 const BUCKET: &str = "svc-test";
 const CASE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A store, the case, and a part of what the store does instead.
+/// Store, case, and a substring of the deviation that [`Support::No`] reports.
 const DEVIATIONS: [(StoreKind, &str, &str); 5] = [
     (StoreKind::Moto, "session_reaches_only_its_slot", "it wrote an object of another slot"),
     (StoreKind::Moto, "damaged_body_is_refused", "it stored the object"),
@@ -29,14 +29,14 @@ const DEVIATIONS: [(StoreKind, &str, &str); 5] = [
 ];
 
 /// A store with an empty bucket.
-struct Stage {
+struct StoreFixture {
     server: S3Server,
     s3: S3Config,
     bucket: Bucket,
     _dir: tempfile::TempDir,
 }
 
-impl Stage {
+impl StoreFixture {
     /// `None`, with a message, if SeaweedFS cannot be fetched on this machine.
     async fn start(kind: StoreKind) -> Result<Option<Self>> {
         svc::http::tls::install_provider();
@@ -52,19 +52,25 @@ impl Stage {
         let pairs = server.env(BUCKET);
         let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
         let config = StoreConfig::read(&mut env);
-        let StoreConfig::S3(s3) = env.finish(config)? else { anyhow::bail!("a server is no directory") };
+        let StoreConfig::S3(s3) = env.finish(config)? else {
+            anyhow::bail!("expected an S3 configuration, got a directory")
+        };
         let bucket = StoreConfig::S3(s3.clone()).open()?;
         Ok(Some(Self { server, s3, bucket, _dir: dir }))
     }
 }
 
 /// Runs a case on a store, and compares the result with the declared deviations.
-async fn check(kind: StoreKind, name: &str, case: impl AsyncFn(&Stage) -> Result<Support>) -> Result<()> {
-    let Some(stage) = Stage::start(kind).await? else { return Ok(()) };
-    let end = tokio::time::timeout(CASE_TIMEOUT, case(&stage)).await.context("the case timed out")?;
-    let end = end.with_context(|| format!("{name} on {}", kind.name()))?;
+async fn check(
+    kind: StoreKind,
+    name: &str,
+    case: impl AsyncFn(&StoreFixture) -> Result<Support>,
+) -> Result<()> {
+    let Some(fixture) = StoreFixture::start(kind).await? else { return Ok(()) };
+    let outcome = tokio::time::timeout(CASE_TIMEOUT, case(&fixture)).await.context("the case timed out")?;
+    let outcome = outcome.with_context(|| format!("{name} on {}", kind.name()))?;
     let declared = DEVIATIONS.iter().find(|(store, case, _)| (*store, *case) == (kind, name));
-    match (end, declared) {
+    match (outcome, declared) {
         (Support::Yes, None) => Ok(()),
         (Support::Yes, Some((.., instead))) => {
             anyhow::bail!("{} no longer deviates: remove {instead:?} from the list", kind.name())
@@ -73,7 +79,7 @@ async fn check(kind: StoreKind, name: &str, case: impl AsyncFn(&Stage) -> Result
             ensure!(instead.contains(expected), "{instead:?} instead of {expected:?}");
             Ok(())
         }
-        (end, _) => anyhow::bail!("{name} on {}: {end:?}", kind.name()),
+        (outcome, _) => anyhow::bail!("{name} on {}: {outcome:?}", kind.name()),
     }
 }
 
@@ -95,7 +101,7 @@ macro_rules! cases_on {
 
 macro_rules! cases_on_each_store {
     ($cases:tt) => {
-        cases_on!(own, StoreKind::Own, $cases);
+        cases_on!(kit_store, StoreKind::Kit, $cases);
         cases_on!(moto, StoreKind::Moto, $cases);
         cases_on!(seaweedfs, StoreKind::Seaweedfs, $cases);
     };
@@ -104,14 +110,14 @@ macro_rules! cases_on_each_store {
 cases_on_each_store!([
     conditional_puts_have_one_winner,
     pointer_follows_backups_and_fences,
-    pointer_moves_once_although_replies_are_lost,
+    pointer_moves_once_when_responses_are_lost,
     missing_pointer_beside_snapshots_is_damage,
     large_upload_is_stored_as_sent,
     aborted_upload_leaves_nothing,
     upload_of_killed_process_can_be_aborted,
     upload_creates_a_snapshot_only_once,
     interrupted_download_resumes_on_the_same_version,
-    outage_is_never_an_absence,
+    outage_is_not_reported_as_not_found,
     list_of_many_keys_is_complete_and_sorted,
     reads_and_lists_are_current,
     session_reaches_only_its_slot,

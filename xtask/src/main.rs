@@ -41,7 +41,7 @@ enum Command {
         #[arg(long = "break", value_name = "WHAT", value_parser = Breakage::from_str)]
         breakage: Option<Breakage>,
         /// The object store (own|moto|seaweedfs)
-        #[arg(long, value_name = "STORE", default_value = "own", value_parser = StoreKind::from_str)]
+        #[arg(long, value_name = "STORE", default_value = "kit", value_parser = StoreKind::from_str)]
         store: StoreKind,
         /// The binary to run (default: built)
         #[arg(long, value_name = "PATH")]

@@ -7,7 +7,7 @@ use anyhow::anyhow;
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::machine::{active_id, finish};
+use super::machine::{active_id, print_outcome};
 use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
 use crate::args::{Discard, Resume, Target, Undelete};
@@ -37,7 +37,7 @@ pub async fn undelete(api: &ApiClient, args: Undelete, out: &Out) -> Result<(), 
             undelete_active(api, &args.machine, &kept).await?.ok_or(failure)?
         }
     };
-    finish::<UndeletedMachine>(api, response, args.wait, out).await
+    print_outcome::<UndeletedMachine>(api, response, args.wait, out).await
 }
 
 async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {

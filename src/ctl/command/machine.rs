@@ -13,7 +13,7 @@ use crate::args::{Delete, Fail, List, MachineCommand, Recover, Resize, Target, W
 use crate::out::Out;
 use crate::show::View;
 use crate::show::accepted::{self, Accepted};
-use crate::show::copies::LeftTimes;
+use crate::show::copies::SlotExitTimes;
 use crate::show::machine as shown;
 use crate::show::token;
 use crate::wait::Goal;
@@ -26,8 +26,8 @@ use svc_wire::machine::{MachineDetail, MachinePage};
 pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Failure> {
     let what = risk::recovery_risk(&args);
     if confirm::is_required(&what, args.yes)? {
-        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
-        confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
+        let at_risk = slot_data_at_risk(api, &args.user, &args.slot).await?;
+        confirm::prompt(&format!("{what}{at_risk}"), args.user.as_str())?;
     }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot}));
     insert(&mut body, "snapshotKey", args.snapshot);
@@ -35,11 +35,11 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Fa
     insert(&mut body, "location", args.location);
     insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
     insert(&mut body, "imageVersion", args.image_version);
-    allow(&mut body, "allowEmpty", args.allow_empty);
-    allow(&mut body, "acceptLoss", args.accept_loss);
-    allow(&mut body, "replaceFirst", args.replace_first);
+    insert_flag(&mut body, "allowEmpty", args.allow_empty);
+    insert_flag(&mut body, "acceptLoss", args.accept_loss);
+    insert_flag(&mut body, "replaceFirst", args.replace_first);
     let response = api.send(Method::POST, &["vps", "recover"], Some(&body.into())).await?;
-    finish::<RecoveredMachine>(api, response, args.wait, out).await
+    print_outcome::<RecoveredMachine>(api, response, args.wait, out).await
 }
 
 /// Describes what a replacement of the slot's machine may lose; empty without an active machine.
@@ -65,7 +65,7 @@ pub async fn resize(api: &ApiClient, args: Resize, out: &Out) -> Result<(), Fail
     }
     let body = json!({"serverType": args.server_type});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resize"], Some(&body)).await?;
-    finish::<change::Resize>(api, response, args.wait, out).await
+    print_outcome::<change::Resize>(api, response, args.wait, out).await
 }
 
 pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure> {
@@ -73,8 +73,8 @@ pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure>
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
     if must_confirm {
-        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
-        confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
+        let at_risk = shown::data_at_risk(&View::of_stdout(), &machine);
+        confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
     }
     let body = json!({"reason": args.reason});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
@@ -87,15 +87,15 @@ pub async fn delete(api: &ApiClient, args: Delete, out: &Out) -> Result<(), Fail
     if must_confirm {
         let what = risk::successor_deletion_risk(&machine, args.accept_loss)
             .unwrap_or_else(|| risk::deletion_risk(&args, Some(&machine)));
-        let whose = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
-        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
-        confirm::prompt(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
+        let owner = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
+        let at_risk = shown::data_at_risk(&View::of_stdout(), &machine);
+        confirm::prompt(&format!("{what}\n{owner} {at_risk}"), &machine.handle)?;
     }
     let requested = [("now", args.now), ("acceptLoss", args.accept_loss)];
     let query: Vec<_> =
         requested.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
     let response = api.send_with(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
-    finish::<DeletedMachine>(api, response, args.wait, out).await
+    print_outcome::<DeletedMachine>(api, response, args.wait, out).await
 }
 
 pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<(), Failure> {
@@ -112,7 +112,7 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<
 }
 
 /// Prints the accepted request, or with `--wait` its result.
-pub async fn finish<T: DeserializeOwned + Into<Accepted>>(
+pub async fn print_outcome<T: DeserializeOwned + Into<Accepted>>(
     api: &ApiClient,
     response: ApiResponse,
     wait: Wait,
@@ -129,13 +129,14 @@ pub async fn finish<T: DeserializeOwned + Into<Accepted>>(
         let response = api.get(&["vps", &accepted.machine_id], &[]).await?;
         return out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)));
     }
-    let within = Duration::from_secs(seconds);
+    let timeout = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
     let (response, machine) =
-        wait::until_settled(api, &accepted.machine_id, operation, Goal::Success, within).await?;
-    // The deletion of the machine with the data may still wait for a decision.
+        wait::until_settled(api, &accepted.machine_id, operation, Goal::Success, timeout).await?;
+    // Also wait for the machine that was to be replaced: it holds the data, and its deletion may need an operator's
+    // decision.
     if let Some(also) = &accepted.also_deleted {
-        wait::until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, within).await?;
+        wait::until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, timeout).await?;
     }
     out.print_response(&response, |view| Ok(shown::details(view, &machine)))
 }
@@ -162,17 +163,19 @@ pub async fn status(api: &ApiClient, machine: &Target, out: &Out) -> Result<(), 
         return out.print_response(&response, |_| Ok(String::new()));
     }
     let machine: MachineDetail = response.read()?;
-    let left_times = left_times(api, &machine).await?;
-    out.print_response(&response, |view| Ok(shown::details_with_left_times(view, &machine, &left_times)))
+    let slot_exit_times = slot_exit_times(api, &machine).await?;
+    out.print_response(&response, |view| {
+        Ok(shown::details_with_slot_exit_times(view, &machine, &slot_exit_times))
+    })
 }
 
 /// When the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.
-async fn left_times(api: &ApiClient, machine: &MachineDetail) -> Result<LeftTimes, Failure> {
-    let mut times = LeftTimes::new();
+async fn slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
+    let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     for server in kept.filter(|kept| kept.unsaved_since.is_some() && kept.machine_id != machine.machine_id) {
-        let left: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
-        times.extend(left.left_at().map(|at| (server.machine_id.to_string(), at.clone())));
+        let former: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+        times.extend(former.left_slot_at().map(|at| (server.machine_id.to_string(), at.clone())));
     }
     Ok(times)
 }
@@ -192,8 +195,8 @@ pub async fn find_id(api: &ApiClient, target: &Target) -> Result<String, Failure
         Some(id) => Ok(id),
         None => {
             let next = format!(
-                "`svcctl list` shows the active machines, {} the former ones; `svcctl undelete {target}` restores a deleted one \
-                 while its server is kept",
+                "`svcctl list` shows active machines; {} shows former ones; `svcctl undelete {target}` restores a \
+                 deleted machine while its server is kept",
                 target.list_of_ended()
             );
             Err(Failure::new(Exit::Refused, anyhow!("{target} has no active machine\n  next: {next}")))
@@ -222,8 +225,8 @@ pub async fn active_id(api: &ApiClient, target: &Target) -> Result<Option<String
 }
 
 /// Adds a flag only if it is set, so that older platforms accept the request.
-pub fn allow(body: &mut Map<String, Value>, name: &str, is_allowed: bool) {
-    if is_allowed {
+pub fn insert_flag(body: &mut Map<String, Value>, name: &str, is_set: bool) {
+    if is_set {
         body.insert(name.to_owned(), true.into());
     }
 }

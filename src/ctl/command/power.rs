@@ -3,7 +3,7 @@
 use http::Method;
 use serde_json::json;
 
-use super::machine::{find, finish};
+use super::machine::{find, print_outcome};
 use super::risk;
 use crate::api::ApiClient;
 use crate::args::{PowerCommand, Target, Wait};
@@ -39,8 +39,8 @@ async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> R
     let must_confirm = confirm::is_required(what, yes)?;
     let machine = find(api, target).await?;
     if must_confirm {
-        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
-        confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
+        let at_risk = shown::data_at_risk(&View::of_stdout(), &machine);
+        confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
     }
     Ok(machine.machine.machine_id.into())
 }
@@ -48,5 +48,5 @@ async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> R
 async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
     let body = json!({"action": action});
     let response = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
-    finish::<PowerChange>(api, response, wait, out).await
+    print_outcome::<PowerChange>(api, response, wait, out).await
 }

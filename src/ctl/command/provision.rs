@@ -4,7 +4,7 @@ use anyhow::anyhow;
 use http::{Method, StatusCode};
 use serde_json::{Map, Value, json};
 
-use super::machine::{allow, finish, insert, insert_list, object, slot_data_at_risk};
+use super::machine::{insert, insert_flag, insert_list, object, print_outcome, slot_data_at_risk};
 use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
 use crate::args::{CostLimit, Provision};
@@ -24,8 +24,8 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Fail
         && let Some(what) = risk::provision_risk(&args)
         && confirm::is_required(&what, args.yes)?
     {
-        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
-        confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
+        let at_risk = slot_data_at_risk(api, &args.user, &args.slot).await?;
+        confirm::prompt(&format!("{what}{at_risk}"), args.user.as_str())?;
     }
     let mut body = request(&args);
     let quote = quote(api, &body).await?;
@@ -44,7 +44,7 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Fail
         body.insert("confirmedOptIn".to_owned(), true.into());
     }
     let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
-    finish::<ProvisionedMachine>(api, response, args.wait, out).await
+    print_outcome::<ProvisionedMachine>(api, response, args.wait, out).await
 }
 
 fn request(args: &Provision) -> Map<String, Value> {
@@ -56,8 +56,8 @@ fn request(args: &Provision) -> Map<String, Value> {
     if args.preview {
         body.insert("kind".to_owned(), "preview".into());
     }
-    allow(&mut body, "acceptLoss", args.accept_loss);
-    allow(&mut body, "allowEmpty", args.allow_empty);
+    insert_flag(&mut body, "acceptLoss", args.accept_loss);
+    insert_flag(&mut body, "allowEmpty", args.allow_empty);
     body
 }
 

@@ -14,14 +14,18 @@ use svc_wire::text::Time;
 const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
 
 /// When machines left the slot, by id; the API's copies lack it.
-pub type LeftTimes = BTreeMap<String, Time>;
+pub type SlotExitTimes = BTreeMap<String, Time>;
 
 /// When the machine of a kept server left the slot, if known.
-fn left_at<'a>(machine: &'a MachineDetail, kept: &KeptServer, left_times: &'a LeftTimes) -> Option<&'a Time> {
+fn left_slot_at<'a>(
+    machine: &'a MachineDetail,
+    kept: &KeptServer,
+    slot_exit_times: &'a SlotExitTimes,
+) -> Option<&'a Time> {
     if kept.machine_id == machine.machine_id {
-        machine.left_at()
+        machine.left_slot_at()
     } else {
-        left_times.get(kept.machine_id.as_str())
+        slot_exit_times.get(kept.machine_id.as_str())
     }
 }
 
@@ -30,12 +34,12 @@ pub fn rows(
     view: &View,
     copies: &Copies,
     machine: &MachineDetail,
-    left_times: &LeftTimes,
+    slot_exit_times: &SlotExitTimes,
 ) -> Vec<(&'static str, Cell)> {
     let mut rows = vec![("live server", live_cell(view, copies, machine))];
     rows.extend(copies.kept.iter().map(|kept| {
         let name = if kept.deleted_by.is_some() { "old server" } else { "kept server" };
-        (name, kept_cell(view, copies, kept, left_at(machine, kept, left_times)))
+        (name, kept_cell(view, copies, kept, left_slot_at(machine, kept, slot_exit_times)))
     }));
     rows.push(("snapshot", snapshot_cell(view, copies, machine)));
     rows.extend(copies.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))));
@@ -64,11 +68,11 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     }
 }
 
-fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_at: Option<&Time>) -> Cell {
+fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Option<&Time>) -> Cell {
     let id = &kept.machine_id;
     let server = format!("{} of {} machine {id}", server_name(kept.provider_server_id.as_ref()), kept.reason);
     let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
-    let held = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_at));
+    let held = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
     if let Some(since) = &kept.missing_since {
         let missing = format_missing(view, since);
         return bad(match held {
@@ -202,9 +206,9 @@ fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> 
     Cell::painted(Some(Colour::Moving), line)
 }
 
-/// `43 min of changes that no snapshot has`; `left_at` is when the machine left its slot, if known.
-pub fn format_unsaved(view: &View, since: &str, left_at: Option<&Time>) -> String {
-    let length = left_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
+/// `43 min of changes that no snapshot has`; `left_slot_at` is when the machine left its slot, if known.
+pub fn format_unsaved(view: &View, since: &str, left_slot_at: Option<&Time>) -> String {
+    let length = left_slot_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
     match length {
         Some(length) => format!("{} of changes that no snapshot has", span(length as u64)),
         None => format!("changes since {} that no snapshot has", when(view.now, since)),
@@ -235,10 +239,10 @@ mod tests {
         );
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
-        let stake = machine::data_at_risk(&plain(), &with_copies(running(), copies));
+        let at_risk = machine::data_at_risk(&plain(), &with_copies(running(), copies));
         assert!(
-            stake.contains(&format!("{key} of ")) && stake.contains("asks which of them to restore"),
-            "{stake}"
+            at_risk.contains(&format!("{key} of ")) && at_risk.contains("asks which of them to restore"),
+            "{at_risk}"
         );
     }
 }

@@ -1,6 +1,6 @@
 //! Text views of machines: a list, and one machine with its operations.
 
-use super::copies::{LeftTimes, format_unsaved};
+use super::copies::{SlotExitTimes, format_unsaved};
 use super::human::{ago, format_bytes, seconds, when};
 use super::table::{self, Cell};
 use super::{Colour, View, boot, certificates, copies, failure, operation, text, token};
@@ -65,7 +65,7 @@ fn power_cell(view: &View, machine: &Machine) -> Cell {
 
 /// The changes that only its server has, if known.
 pub fn unsaved_changes(view: &View, machine: &Machine) -> Option<String> {
-    Some(format_unsaved(view, machine.unsaved_since.as_deref()?, machine.left_at()))
+    Some(format_unsaved(view, machine.unsaved_since.as_deref()?, machine.left_slot_at()))
 }
 
 /// Whether its last backup failed because the slot's pointer cannot be used.
@@ -134,11 +134,15 @@ pub fn list(view: &View, page: &MachinePage) -> String {
 }
 
 pub fn details(view: &View, m: &MachineDetail) -> String {
-    details_with_left_times(view, m, &LeftTimes::new())
+    details_with_slot_exit_times(view, m, &SlotExitTimes::new())
 }
 
 /// [`details`], with the times when the machines of kept servers left the slot.
-pub fn details_with_left_times(view: &View, m: &MachineDetail, left_times: &LeftTimes) -> String {
+pub fn details_with_slot_exit_times(
+    view: &View,
+    m: &MachineDetail,
+    slot_exit_times: &SlotExitTimes,
+) -> String {
     let time = |at: &Option<Time>| at.as_deref().map(|at| when(view.now, at)).unwrap_or_default();
     let failure = m.failure.as_ref();
     let update = m.last_update.as_ref();
@@ -159,7 +163,7 @@ pub fn details_with_left_times(view: &View, m: &MachineDetail, left_times: &Left
         None => String::new(),
     };
     let copies =
-        m.copies.as_ref().map(|copies| copies::rows(view, copies, m, left_times)).unwrap_or_default();
+        m.copies.as_ref().map(|copies| copies::rows(view, copies, m, slot_exit_times)).unwrap_or_default();
     let mut rows = vec![
         ("machine", m.machine_id.clone().into()),
         ("handle", Cell::painted(Some(Colour::Strong), m.handle.clone())),

@@ -197,8 +197,12 @@ fn status_shows_unsaved_changes_and_end_of_kept_servers() {
     let kept = |reason: &str, until: Value, unsaved: Value| json!({"machineId": OTHER, "providerServerId": "4700", "reason": reason, "until": until, "unsavedSince": unsaved});
     let shown = |live: Value, kept: Value| {
         let copies = json!({"live": live, "kept": [kept], "newestSnapshotAt": null, "exposedSeconds": null});
-        let left_at = serde_json::from_value(json!({OTHER: "2026-11-21T11:00:00.000Z"})).unwrap();
-        let shown = machine::details_with_left_times(&plain(), &with_copies(running(), copies), &left_at);
+        let slot_exit_times = serde_json::from_value(json!({OTHER: "2026-11-21T11:00:00.000Z"})).unwrap();
+        let shown = machine::details_with_slot_exit_times(
+            &plain(),
+            &with_copies(running(), copies),
+            &slot_exit_times,
+        );
         shown.lines().find(|line| line.starts_with("kept server")).unwrap().to_owned()
     };
     let live = json!({"machineId": MACHINE, "providerServerId": "4711"});

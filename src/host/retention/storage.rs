@@ -72,8 +72,8 @@ pub struct Sizes {
     pub apps_bytes: u64,
     pub logs_bytes: u64,
     /// Number of directories not read, or not in time: the sizes are then too small.
-    #[serde(skip_serializing_if = "is_zero")]
-    pub unreadable: u64,
+    #[serde(rename = "unreadable", skip_serializing_if = "is_zero")]
+    pub skipped_directories: u64,
 }
 
 /// An app's sizes: its folder, and its schema with indexes and TOAST tables.
@@ -103,7 +103,7 @@ pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Li
     let deadline = Instant::now() + WALK_TIMEOUT;
     let walked = tokio::task::spawn_blocking(move || {
         let disk = fs4::statvfs(owned.home()).map_err(FileError::at("measure", &owned.home()))?;
-        let walked = walk::walk(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
+        let walked = walk::measure_home(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
         Ok::<_, FileError>((disk, walked))
     });
     // Re-raise a panic of the walk.

@@ -21,11 +21,11 @@ use svc_machine::name::{IdpUserId, Slot};
 
 pub const VERSION: u32 = 1;
 /// Describes the archive: [`ArchiveInfo`].
-pub const ABOUT: &str = "export.json";
+pub const ARCHIVE_INFO: &str = "export.json";
 /// In `pg_dump`'s custom format.
 pub const DUMP: &str = "database.dump";
 /// The dump's side record, as snapshots have it.
-pub const SIDE: &str = "database.json";
+pub const SIDE_RECORD: &str = "database.json";
 /// Prefix of the home's files.
 pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";
@@ -92,20 +92,20 @@ pub fn sha256(bytes: &[u8]) -> String {
 /// # Errors
 /// I/O errors of the reader or the writer.
 pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, String)> {
-    let (mut digest, mut size, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
+    let (mut digest, mut size, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 18]);
     loop {
-        match from.read(&mut piece)? {
+        match from.read(&mut buffer)? {
             0 => return Ok((size, hex::encode(digest.finalize()))),
             read => {
-                digest.update(&piece[..read]);
-                to.write_all(&piece[..read])?;
+                digest.update(&buffer[..read]);
+                to.write_all(&buffer[..read])?;
                 size += read as u64;
             }
         }
     }
 }
 
-/// Returns whether a name directly below the home belongs to an import and is not archived.
+/// Returns whether a name directly below the home or its [`SYSTEM`] belongs to an import and is not archived.
 pub fn is_import_file(name: &OsStr) -> bool {
     let name = name.as_bytes();
     name.starts_with(STAGING_PREFIX.as_bytes()) || name.starts_with(REPLACED_PREFIX.as_bytes())

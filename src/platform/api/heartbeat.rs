@@ -56,7 +56,7 @@ pub async fn handle(
     // A machine that may still get its slot back is not superseded yet; its writers stay stopped.
     let stopped_for = {
         let session = platform.host_db.session().await?;
-        db::machines::stopped_for(&session, machine).await?
+        db::machines::find_stopping_operation(&session, machine).await?
     };
     let holds_slot_in_store = holds_slot_in_store(&platform, machine, &report).await?;
     let superseded = !machine.is_active() && stopped_for.is_none() && !holds_slot_in_store;
@@ -210,7 +210,9 @@ async fn holds_slot_in_store(
 /// Whether the platform still waits for the machine's final backup, which its host must be able to write.
 pub(super) async fn needs_last_backup(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
     let session = platform.host_db.session().await?;
-    let Some(operation) = db::machines::stopped_for(&session, machine).await? else { return Ok(false) };
+    let Some(operation) = db::machines::find_stopping_operation(&session, machine).await? else {
+        return Ok(false);
+    };
     let operation = db::operations::get(&session, operation).await?;
     Ok(operation.is_some_and(|operation| !operation.has_ended() && operation.step == "last_backup"))
 }

@@ -26,7 +26,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
     let mut query = call.query_fields();
-    let which = match query.flag("deleted") {
+    let scope = match query.flag("deleted") {
         Some(true) => MachineScope::Ended,
         Some(false) | None => MachineScope::Active,
     };
@@ -35,7 +35,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         user: query.optional("idpUserId"),
         slot: query.optional("slot"),
         handle: query.optional("handle"),
-        which,
+        scope,
         before: query.optional("cursor"),
     };
     let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);

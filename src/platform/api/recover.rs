@@ -288,7 +288,7 @@ async fn respond_during_recovery(
     machine: &MachineRow,
     request: &RecoveryRequest,
 ) -> Result<Reply, Problem> {
-    let old = db::machines::find_replaced_by(client, machine.id).await?;
+    let old = db::machines::find_predecessor(client, machine.id).await?;
     let operation = db::operations::find_newest(client, machine.id, "recover").await?;
     let (Some(old), Some(operation)) = (old, operation) else {
         return Err(problems::machine_not_found("that this one replaces"));

@@ -135,7 +135,7 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
     if db::machines::find_in_slot(tx, &machine.user, &machine.slot).await?.is_some() {
         return Err(refused("Another machine holds the slot; delete that machine first."));
     }
-    if db::machines::has_served_since(tx, machine).await? {
+    if db::machines::has_registered_successor(tx, machine).await? {
         return Err(refused("A later machine has served the slot, so this machine's data is outdated."));
     }
     Ok(())

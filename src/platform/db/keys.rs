@@ -5,6 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 use tokio_postgres::Row;
 
+use super::machine_row::ACTIVE;
 use super::{DbError, execute, query};
 use svc_http::proof::{ProofKey, ProofKeys};
 
@@ -127,11 +128,13 @@ pub async fn count_unacknowledged(
     kid: &str,
     max_silence: Duration,
 ) -> Result<UnacknowledgedHosts, DbError> {
-    let sql = "SELECT count(*) FILTER (WHERE is_heard), count(*) FILTER (WHERE NOT is_heard) FROM (SELECT \
-               greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS is_heard \
-               FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
-               AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards";
-    let found = query(client, sql, &[&kid, &max_silence.as_secs_f64()]).await?;
+    let sql = format!(
+        "SELECT count(*) FILTER (WHERE is_heard), count(*) FILTER (WHERE NOT is_heard) FROM (SELECT \
+         greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS is_heard \
+         FROM user_machines WHERE {ACTIVE} \
+         AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards"
+    );
+    let found = query(client, &sql, &[&kid, &max_silence.as_secs_f64()]).await?;
     let counts = |row: &Row| UnacknowledgedHosts { reporting: row.get(0), silent: row.get(1) };
     Ok(found.first().map(counts).unwrap_or_default())
 }

@@ -7,7 +7,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use serde_json::Value;
 
-use super::machine_row::{Failure, MachineRow};
+use super::machine_row::{Failure, MachineRow, sql_epoch};
 use super::{DbError, execute, query_opt};
 use svc_http::tls::SpkiPin;
 use svc_machine::epoch::Epoch;
@@ -126,7 +126,7 @@ pub async fn compare_and_set(
                removal_abandoned_at = CASE WHEN $13 IS NULL THEN removal_abandoned_at END, \
                epoch = coalesce($13, epoch) WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
                AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
-    let epoch = i32::try_from(was.epoch.0).unwrap_or(i32::MAX);
+    let epoch = sql_epoch(was.epoch);
     let by = match next.place {
         SlotPlace::Retired { by } => Some(by.0),
         SlotPlace::Unchanged | SlotPlace::Deleted | SlotPlace::Reinstated { .. } => None,

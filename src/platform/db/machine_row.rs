@@ -28,6 +28,14 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at, \
     upgrade_token_generation, upgrade_token_rotated_at, upgrade_token_requested_at, previous_token_hash, previous_token_until";
 
+/// Condition of machines that hold their slots.
+pub const ACTIVE: &str = "deleted_at IS NULL AND retired_at IS NULL";
+
+/// An epoch, to be compared with the column: no row has one above `i32::MAX`.
+pub fn sql_epoch(epoch: Epoch) -> i32 {
+    i32::try_from(epoch.0).unwrap_or(i32::MAX)
+}
+
 /// Why a machine has failed, for people.
 #[derive(Debug, Clone)]
 pub struct Failure {

@@ -2,6 +2,7 @@
 
 use deadpool_postgres::{GenericClient, Transaction};
 
+use super::machine_row::ACTIVE;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::MachineId;
 
@@ -58,7 +59,7 @@ pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Resu
 
 /// [`record_power_on`], if the machine still holds its slot: the marks of a replaced one stay.
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = format!("{SWITCHED_ON} AND deleted_at IS NULL AND retired_at IS NULL");
+    let sql = format!("{SWITCHED_ON} AND {ACTIVE}");
     execute(client, &sql, &[&id.0]).await.map(drop)
 }
 

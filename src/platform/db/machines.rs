@@ -6,7 +6,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use tokio_postgres::types::ToSql;
 
-use super::machine_row::{COLUMNS, MachineRow};
+use super::machine_row::{ACTIVE, COLUMNS, MachineRow, sql_epoch};
 use super::{DbError, Params, query, query_opt};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::{MachineId, OperationId};
@@ -46,8 +46,8 @@ pub async fn find_in_slot(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
-    let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL";
-    find_one(client, rest, &[&user.as_str(), &slot.as_str()]).await
+    let rest = format!("idp_user_id = $1 AND slot = $2 AND {ACTIVE}");
+    find_one(client, &rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
 /// [`find_in_slot`], locked.
@@ -56,8 +56,8 @@ pub async fn lock_in_slot(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
-    let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL FOR UPDATE";
-    find_one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
+    let rest = format!("idp_user_id = $1 AND slot = $2 AND {ACTIVE} FOR UPDATE");
+    find_one(tx, &rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
 /// Reads and locks the newest earlier machine of the slot whose host has registered: the only one whose data can be
@@ -89,12 +89,12 @@ pub async fn list_registered_before(
 ) -> Result<Vec<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 AND epoch < $3 AND registered_at IS NOT NULL \
                 ORDER BY epoch DESC LIMIT $4";
-    let epoch = i32::try_from(before.epoch.0).unwrap_or(i32::MAX);
+    let epoch = sql_epoch(before.epoch);
     find_many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
 }
 
 /// The machine that this one replaced.
-pub async fn find_replaced_by(
+pub async fn find_predecessor(
     client: &impl GenericClient,
     id: MachineId,
 ) -> Result<Option<MachineRow>, DbError> {
@@ -138,16 +138,19 @@ pub async fn find_by_handle(
     client: &impl GenericClient,
     handle: &Handle,
 ) -> Result<Option<MachineRow>, DbError> {
-    let rest = "handle = $1 AND deleted_at IS NULL AND retired_at IS NULL ORDER BY machine_id LIMIT 1";
-    Ok(find_many(client, rest, &[&handle.as_str()]).await?.pop())
+    let rest = format!("handle = $1 AND {ACTIVE} ORDER BY machine_id LIMIT 1");
+    Ok(find_many(client, &rest, &[&handle.as_str()]).await?.pop())
 }
 
 /// Whether a later machine of the slot has registered.
-pub async fn has_served_since(client: &impl GenericClient, machine: &MachineRow) -> Result<bool, DbError> {
+pub async fn has_registered_successor(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+) -> Result<bool, DbError> {
     has_later(client, machine, "registered_at IS NOT NULL").await
 }
 
-/// Whether no later machine of the slot is proven.
+/// Whether a registered machine was replaced and no later machine of the slot is proven.
 pub async fn is_successor_unproven(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -161,35 +164,39 @@ async fn has_later(client: &impl GenericClient, than: &MachineRow, condition: &s
     let sql = format!(
         "SELECT 1 FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND epoch > $3 AND {condition} LIMIT 1"
     );
-    let epoch = i32::try_from(than.epoch.0).unwrap_or(i32::MAX);
+    let epoch = sql_epoch(than.epoch);
     Ok(query_opt(client, &sql, &[&than.user.as_str(), &than.slot.as_str(), &epoch]).await?.is_some())
 }
 
 /// Active previews of one user.
 pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId) -> Result<i64, DbError> {
-    let sql = "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' \
-               AND deleted_at IS NULL AND retired_at IS NULL";
-    let found = query(client, sql, &[&user.as_str()]).await?;
+    let sql = format!(
+        "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' AND {ACTIVE}"
+    );
+    let found = query(client, &sql, &[&user.as_str()]).await?;
     Ok(found.first().map_or(0, |row| row.get(0)))
 }
 
 /// Booting machines whose registration has expired. `now()` is stable within a statement, so the index can be used.
-pub async fn list_expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
-    let sql = "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') \
-               AND deleted_at IS NULL AND retired_at IS NULL AND registration_expires_at <= now()";
-    Ok(query(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+pub async fn list_expired_registrations(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
+    let sql = format!(
+        "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') AND {ACTIVE} \
+         AND registration_expires_at <= now()"
+    );
+    Ok(query(client, &sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 /// Expired previews.
 pub async fn list_expired_previews(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
-    let sql = "SELECT machine_id FROM user_machines WHERE kind = 'preview' AND deleted_at IS NULL \
-               AND retired_at IS NULL AND preview_expires_at <= now()";
-    Ok(query(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+    let sql = format!(
+        "SELECT machine_id FROM user_machines WHERE kind = 'preview' AND {ACTIVE} AND preview_expires_at <= now()"
+    );
+    Ok(query(client, &sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The operation for which a machine out of its slot stays stopped while it may still be reinstated: until its
-/// successor registers, or its deletion is final.
-pub async fn stopped_for(
+/// The operation that keeps a former machine stopped. `None` once the machine cannot be reinstated: its successor has
+/// registered, or its deletion is final.
+pub async fn find_stopping_operation(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationId>, DbError> {
@@ -200,7 +207,7 @@ pub async fn stopped_for(
                AND later.epoch > $3 AND later.registered_at IS NOT NULL \
                UNION ALL SELECT 1 FROM operations WHERE machine_id = $4 AND kind = 'remove_server' \
                AND state IN ('running', 'succeeded') LIMIT 1";
-    let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
+    let epoch = sql_epoch(machine.epoch);
     let params: Params<'_> = &[&machine.user.as_str(), &machine.slot.as_str(), &epoch, &machine.id.0];
     if query_opt(client, sql, params).await?.is_some() {
         return Ok(None);
@@ -215,7 +222,7 @@ pub async fn remaining_registration_time(
 ) -> Result<Duration, DbError> {
     let sql = "SELECT coalesce(extract(epoch FROM registration_expires_at - clock_timestamp()), 0)::float8 \
                FROM user_machines WHERE machine_id = $1";
-    Ok(span(query_opt(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
+    Ok(duration_from_secs(query_opt(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
 }
 
 /// Age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
@@ -223,10 +230,10 @@ pub async fn create_request_age(client: &impl GenericClient, id: MachineId) -> R
     let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
                FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
     let found = query_opt(client, sql, &[&id.0]).await?;
-    Ok(found.map_or(Duration::MAX, |row| span(Some(row.get(0)))))
+    Ok(found.map_or(Duration::MAX, |row| duration_from_secs(Some(row.get(0)))))
 }
 
-fn span(seconds: Option<f64>) -> Duration {
+fn duration_from_secs(seconds: Option<f64>) -> Duration {
     Duration::try_from_secs_f64(seconds.unwrap_or(0.0).max(0.0)).unwrap_or(Duration::MAX)
 }
 
@@ -237,7 +244,7 @@ pub struct MachineFilter {
     pub user: Option<IdpUserId>,
     pub slot: Option<Slot>,
     pub handle: Option<Handle>,
-    pub which: MachineScope,
+    pub scope: MachineScope,
     /// Only machines created before this one.
     pub before: Option<MachineId>,
 }
@@ -259,8 +266,8 @@ pub async fn list(
     filter: &MachineFilter,
     limit: i64,
 ) -> Result<Vec<MachineRow>, DbError> {
-    let which = match filter.which {
-        MachineScope::Active => "deleted_at IS NULL AND retired_at IS NULL",
+    let scope = match filter.scope {
+        MachineScope::Active => ACTIVE,
         MachineScope::Ended => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
     };
     let status = filter.status.map(Status::as_str);
@@ -269,7 +276,7 @@ pub async fn list(
     let slot = filter.slot.as_ref().map(Slot::as_str);
     let handle = filter.handle.as_ref().map(Handle::as_str);
     // A filter that is not set is left out: the planner could not use an index for an optional condition.
-    let mut rest = which.to_owned();
+    let mut rest = scope.to_owned();
     let mut params: Vec<&(dyn ToSql + Sync)> = Vec::new();
     let filters: [(&str, Option<&(dyn ToSql + Sync)>); 5] = [
         ("status = $", status.as_ref().map(|value| value as _)),

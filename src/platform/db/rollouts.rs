@@ -9,6 +9,7 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio_postgres::Row;
 
+use super::machine_row::ACTIVE;
 use super::{DbError, execute, query, query_opt};
 use crate::rollout_plan::{Member, Verification};
 use svc_http::request_id;
@@ -145,9 +146,15 @@ pub async fn list_reachable_machines(
     handles: Option<&[Handle]>,
 ) -> Result<Vec<(MachineId, String)>, DbError> {
     let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
-    let sql = "SELECT machine_id, handle FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
-               AND status = 'running' AND powered_off_at IS NULL AND ($1::text[] IS NULL OR handle = ANY ($1)) ORDER BY machine_id";
-    Ok(query(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
+    let sql = format!(
+        "SELECT machine_id, handle FROM user_machines WHERE {ACTIVE} AND status = 'running' \
+         AND powered_off_at IS NULL AND ($1::text[] IS NULL OR handle = ANY ($1)) ORDER BY machine_id"
+    );
+    Ok(query(client, &sql, &[&handles])
+        .await?
+        .iter()
+        .map(|row| (MachineId(row.get(0)), row.get(1)))
+        .collect())
 }
 
 /// Timeouts of a host whose update was requested.

@@ -2,7 +2,7 @@
 
 use deadpool_postgres::GenericClient;
 
-use super::machine_row::MachineRow;
+use super::machine_row::{MachineRow, sql_epoch};
 use super::operations::{COLUMNS, OperationRow};
 use super::{DbError, Params, query_opt};
 use svc_machine::id::{MachineId, OperationId};
@@ -62,7 +62,7 @@ pub async fn find_operation_needing_server(
              AND between_them.slot = $3 AND between_them.epoch > $4 AND between_them.epoch < later.epoch \
              AND between_them.registered_at IS NOT NULL)))) ORDER BY operation_id LIMIT 1"
     );
-    let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
+    let epoch = sql_epoch(machine.epoch);
     let params: Params<'_> = &[&machine.id.0, &machine.user.as_str(), &machine.slot.as_str(), &epoch];
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::{GenericClient, Transaction};
 use tokio_postgres::Row;
 
+use super::machine_row::ACTIVE;
 use super::{DbError, execute, query};
 use crate::token_rotation::{PreviousToken, UpgradeToken};
 use crate::tokens::Generation;
@@ -53,10 +54,11 @@ pub async fn request_rotation(tx: &Transaction<'_>, id: MachineId) -> Result<(),
 
 /// Requests a rotation for every registered machine that holds its slot, and returns how many had no pending request.
 pub async fn request_all(client: &impl GenericClient) -> Result<u64, DbError> {
-    let sql = "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() \
-               WHERE deleted_at IS NULL AND retired_at IS NULL AND registered_at IS NOT NULL \
-               AND upgrade_token_requested_at IS NULL";
-    execute(client, sql, &[]).await
+    let sql = format!(
+        "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() WHERE {ACTIVE} \
+         AND registered_at IS NOT NULL AND upgrade_token_requested_at IS NULL"
+    );
+    execute(client, &sql, &[]).await
 }
 
 /// A machine's token, to check whether the current platform key made it.
@@ -75,11 +77,12 @@ pub async fn list_after(
     max_silence: Duration,
     limit: i64,
 ) -> Result<Vec<HeldToken>, DbError> {
-    let sql = "SELECT machine_id, upgrade_token_generation, upgrade_token_hash, \
-               greatest(heartbeat_at, registered_at, created_at) <= now() - make_interval(secs => $2) \
-               FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL AND machine_id > $1 \
-               ORDER BY machine_id LIMIT $3";
-    let found = query(client, sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
+    let sql = format!(
+        "SELECT machine_id, upgrade_token_generation, upgrade_token_hash, \
+         greatest(heartbeat_at, registered_at, created_at) <= now() - make_interval(secs => $2) \
+         FROM user_machines WHERE {ACTIVE} AND machine_id > $1 ORDER BY machine_id LIMIT $3"
+    );
+    let found = query(client, &sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
     let held = |row: &Row| HeldToken {
         machine: MachineId(row.get(0)),
         generation: Generation(row.get::<_, i32>(1).unsigned_abs()),

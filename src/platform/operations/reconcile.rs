@@ -92,7 +92,7 @@ impl Failures {
 
 async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let expired = db::machines::list_expired(&session).await?;
+    let expired = db::machines::list_expired_registrations(&session).await?;
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {

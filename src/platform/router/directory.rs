@@ -92,7 +92,7 @@ impl Directory {
 
     /// The address of a machine that is routed to, for validations of its name.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
-        let id = self.trust.domain.as_ref()?.machine_of(name)?;
+        let id = self.trust.domain.as_ref()?.parse_machine(name)?;
         if !self.freshness.routes().are_served() {
             return None;
         }

@@ -29,7 +29,7 @@ fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
     });
     (word(), word(), 0..=MAX_EPOCH.0, 0..1u64 << 50, backup, attention, any::<bool>()).prop_map(
         |(gateway, database, epoch, bytes, backup, attention, is_registering)| {
-            let mut beat = json!({
+            let mut heartbeat = json!({
                 "imageVersion": "2026.11.21-1", "epoch": epoch,
                 "health": { "gateway": gateway, "database": database },
                 "disk": (bytes % 4 > 0).then(|| json!({ "totalBytes": bytes, "freeBytes": bytes / 2 })),
@@ -39,27 +39,28 @@ fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
                 "checks": { "verify": { "status": "success", "at": "2026-01-02T03:04:05.678Z" } },
             });
             if let Some(backup) = backup {
-                beat["lastBackup"] = backup;
+                heartbeat["lastBackup"] = backup;
             }
             if is_registering {
-                beat["registration"] = json!({ "machineId": uuid::Uuid::from_u128(7), "imageVersion": "2026.11.21-1",
-                    "bundleSha256": "ab".repeat(32), "tlsSpkiSha256": "cd".repeat(32), "bootMs": 5 });
+                heartbeat["registration"] = json!({ "machineId": uuid::Uuid::from_u128(7),
+                    "imageVersion": "2026.11.21-1", "bundleSha256": "ab".repeat(32),
+                    "tlsSpkiSha256": "cd".repeat(32), "bootMs": 5 });
             }
-            beat.to_string().into_bytes()
+            heartbeat.to_string().into_bytes()
         },
     )
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     match wait(read_body(bytes.to_vec())) {
-        Ok(stored) => fits(&stored),
+        Ok(stored) => check_stored(&stored),
         Err(problem) => {
             let response = problem.body().to_string();
             let status = problem.code.status().as_u16();
             if !(400..500).contains(&status) {
                 return Err(format!("response status {status}"));
             }
-            // A refusal quotes at most names of fields.
+            // A refusal quotes at most field names, which JSON may escape.
             if response.len() > 8192 + 16 * bytes.len() {
                 Err(format!("a refusal of {} bytes", response.len()))
             } else {
@@ -69,7 +70,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-fn fits(stored: &Value) -> Result<(), String> {
+fn check_stored(stored: &Value) -> Result<(), String> {
     for part in ["imageVersion", "health", "lastBackup", "lastUpdate", "checks", "attention"] {
         texts(&stored[part], &mut |text| {
             let is_unsafe = |c: char| {
@@ -77,7 +78,7 @@ fn fits(stored: &Value) -> Result<(), String> {
                     || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
             };
             if text.chars().count() > MAX_CHARS {
-                return Err(format!("{part} has a text of {} bytes", text.len()));
+                return Err(format!("{part} has a text of {} characters", text.chars().count()));
             }
             if text.contains(is_unsafe) { Err(format!("{part} has the text {text:?}")) } else { Ok(()) }
         })?;
@@ -115,9 +116,9 @@ fn texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> R
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let sent: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let stored = wait(read_body(bytes.to_vec())).map_err(|problem| problem.detail)?;
-    let same = ["imageVersion", "epoch", "attention", "proofKids", "updating"].iter();
-    let is_same = same.clone().all(|field| stored[field] == sent[field])
+    let unchanged_fields = ["imageVersion", "epoch", "attention", "proofKids", "updating"].iter();
+    let is_unchanged = unchanged_fields.clone().all(|field| stored[field] == sent[field])
         && stored["health"]["disk"] == sent["disk"]
         && stored["lastBackup"]["status"] == sent["lastBackup"]["status"];
-    if is_same { Ok(()) } else { Err(format!("{stored} was read")) }
+    if is_unchanged { Ok(()) } else { Err(format!("stored as {stored}")) }
 }

@@ -31,7 +31,7 @@ fn now() -> Timestamp {
     Timestamp::from_second(NOW).expect("in range")
 }
 
-fn public() -> String {
+fn public_key_base64() -> String {
     B64.encode(KEY.public_key())
 }
 
@@ -46,15 +46,15 @@ fn header() -> Vec<u8> {
 }
 
 /// The payload of a token that the test's key signed.
-fn signed_bytes(token: &str) -> Option<Vec<u8>> {
+fn verified_payload(token: &str) -> Option<Vec<u8>> {
     let (signed, signature) = token.rsplit_once('.')?;
     let signature = B64.decode(signature).ok()?;
     UnparsedPublicKey::new(&ED25519, KEY.public_key()).verify(signed.as_bytes(), &signature).ok()?;
     B64.decode(signed.split_once('.')?.1).ok()
 }
 
-fn signed_payload(token: &str) -> Option<Value> {
-    serde_json::from_slice(&signed_bytes(token)?).ok()
+fn verified_claims(token: &str) -> Option<Value> {
+    serde_json::from_slice(&verified_payload(token)?).ok()
 }
 
 /// The token with one byte changed, at positions throughout it.
@@ -67,13 +67,16 @@ fn altered(token: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// Checks an accepted token: the test's key signed it, and a change of any byte invalidates it. `None` if an ignored
-/// claim is JSON that this test's parser refuses, such as an out-of-range number.
-fn only_as_signed<T>(token: &str, believe: impl Fn(&str) -> Option<T>) -> Result<Option<Value>, String> {
+/// Checks an accepted token: the test's key signed it, and a change of a sampled byte invalidates it. `None` if an
+/// ignored claim is JSON that this test's parser refuses, such as an out-of-range number.
+fn check_signature_is_required<T>(
+    token: &str,
+    accept: impl Fn(&str) -> Option<T>,
+) -> Result<Option<Value>, String> {
     let payload =
-        signed_bytes(token).ok_or_else(|| format!("{token} was accepted without a valid signature"))?;
-    match altered(token).find(|altered| believe(altered).is_some()) {
-        Some(altered) => Err(format!("{altered} was believed, as {token} is")),
+        verified_payload(token).ok_or_else(|| format!("{token} was accepted without a valid signature"))?;
+    match altered(token).find(|altered| accept(altered).is_some()) {
+        Some(altered) => Err(format!("{altered} was accepted like {token}")),
         None => Ok(serde_json::from_slice(&payload).ok()),
     }
 }
@@ -89,7 +92,7 @@ pub fn jwt() -> Target {
         name: "jwt",
         valid: jwts().boxed(),
         check_any: check_any_jwt,
-        check_valid: check_valid_jwt,
+        check_valid: |bytes| check_valid(bytes, jwt_user),
         cases: 300,
     }
 }
@@ -97,8 +100,8 @@ pub fn jwt() -> Target {
 fn jwts() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let audience = prop_oneof![Just(json!(AUDIENCE)), Just(json!(["other", AUDIENCE]))];
-    let claims = (user, audience, 1..100_000i64).prop_map(|(user, audience, life)| {
-        json!({ "iss": ISSUER, "sub": user, "aud": audience, "exp": NOW + life, "iat": NOW, "nbf": NOW })
+    let claims = (user, audience, 1..100_000i64).prop_map(|(user, audience, lifetime)| {
+        json!({ "iss": ISSUER, "sub": user, "aud": audience, "exp": NOW + lifetime, "iat": NOW, "nbf": NOW })
     });
     (claims, any::<bool>()).prop_map(|(claims, is_token)| {
         let claims = claims.to_string().into_bytes();
@@ -111,7 +114,8 @@ fn jwts() -> impl Strategy<Value = Vec<u8>> {
 static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("it is bound");
-    let keys = json!({ "keys": [{ "kty": "OKP", "crv": "Ed25519", "kid": KID, "x": public() }] }).to_string();
+    let keys = json!({ "keys": [{ "kty": "OKP", "crv": "Ed25519", "kid": KID, "x": public_key_base64() }] })
+        .to_string();
     std::thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
             let response = format!(
@@ -133,8 +137,8 @@ fn jwt_user(token: &str) -> Option<String> {
             let trust = TrustedIssuer { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
             let verifier = Verifier::new(trust, client);
             // Fetches the keys.
-            let known = token_of_somebody();
-            let user = wait(verifier.verify(&known, now())).expect("a valid token");
+            let warm_up = token_of_somebody();
+            let user = wait(verifier.verify(&warm_up, now())).expect("a valid token");
             assert_eq!(user.user.as_str(), "somebody");
             verifier
         };
@@ -145,25 +149,32 @@ fn jwt_user(token: &str) -> Option<String> {
     })
 }
 
+fn claims_of_somebody() -> Value {
+    json!({ "iss": ISSUER, "sub": "somebody", "aud": AUDIENCE, "exp": NOW + 60 })
+}
+
 fn token_of_somebody() -> String {
-    let claims = json!({ "iss": ISSUER, "sub": "somebody", "aud": AUDIENCE, "exp": NOW + 60 });
-    token(&header(), claims.to_string().as_bytes())
+    token(&header(), claims_of_somebody().to_string().as_bytes())
 }
 
 fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
-    let payload = json!({ "iss": ISSUER, "sub": "somebody", "aud": AUDIENCE, "exp": NOW + 60 }).to_string();
+    let payload = claims_of_somebody().to_string();
     for token in tokens_of(bytes, payload.as_bytes()) {
         let Some(user) = jwt_user(&token) else { continue };
-        let Some(claims) = only_as_signed(&token, jwt_user)? else { continue };
+        let Some(claims) = check_signature_is_required(&token, jwt_user)? else { continue };
         let is_ours = |name: &Value| name == AUDIENCE;
         let is_for_us = match &claims["aud"] {
             Value::Array(all) => all.iter().any(is_ours),
             Value::Null => is_ours(&claims["azp"]),
             one => is_ours(one),
         };
-        let is_living = claims["exp"].as_f64().is_some_and(|end| NOW as f64 <= end + JWT_LEEWAY);
+        let is_unexpired = claims["exp"].as_f64().is_some_and(|end| NOW as f64 <= end + JWT_LEEWAY);
         let has_begun = claims["nbf"].as_f64().is_none_or(|begin| NOW as f64 + JWT_LEEWAY >= begin);
-        if claims["sub"] != user.as_str() || claims["iss"] != ISSUER || !is_for_us || !is_living || !has_begun
+        if claims["sub"] != user.as_str()
+            || claims["iss"] != ISSUER
+            || !is_for_us
+            || !is_unexpired
+            || !has_begun
         {
             return Err(format!("{claims} is accepted as {user}"));
         }
@@ -171,12 +182,13 @@ fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn check_valid_jwt(bytes: &[u8]) -> Result<(), String> {
-    let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
-    let claims =
+/// Checks that a valid token, or a token with valid claims, is accepted for its user. `accept` returns that user.
+fn check_valid(bytes: &[u8], accept: impl Fn(&str) -> Option<String>) -> Result<(), String> {
+    let payload = std::str::from_utf8(bytes).ok().and_then(verified_claims);
+    let claims: Value =
         payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
-    let user = jwt_user(&token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
-    if claims["sub"] == user.as_str() { Ok(()) } else { Err(format!("{user} was read")) }
+    let user = accept(&token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
+    if claims["sub"] == user.as_str() { Ok(()) } else { Err(format!("accepted as {user}")) }
 }
 
 pub fn proof() -> Target {
@@ -184,55 +196,54 @@ pub fn proof() -> Target {
         name: "proof",
         valid: proofs().boxed(),
         check_any: check_any_proof,
-        check_valid: check_valid_proof,
+        check_valid: |bytes| check_valid(bytes, proof_user),
         cases: 300,
     }
 }
 
 const MACHINE: MachineId = MachineId(uuid::Uuid::from_u128(7));
 
-fn proof_claims(user: &str, life: i64) -> Value {
+fn proof_claims(user: &str, lifetime: i64) -> Value {
     json!({ "iss": proof::ISSUER, "aud": MACHINE, "sub": user, "handle": "ada", "slot": "primary",
-        "route": "shell", "iat": NOW, "exp": NOW + life })
+        "route": "shell", "iat": NOW, "exp": NOW + lifetime })
 }
 
 fn proofs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
-    (user, 1..=proof::MAX_LIFETIME_SECONDS, any::<bool>()).prop_map(|(user, life, is_token)| {
-        let claims = proof_claims(&user, life).to_string().into_bytes();
+    (user, 1..=proof::MAX_LIFETIME_SECONDS, any::<bool>()).prop_map(|(user, lifetime, is_token)| {
+        let claims = proof_claims(&user, lifetime).to_string().into_bytes();
         if is_token { token(&header(), &claims).into_bytes() } else { claims }
     })
 }
 
-fn accept(token: &str) -> Option<proof::Claims> {
-    let keys = ProofKeys { keys: vec![ProofKey { kid: KID.to_owned(), x: public() }] };
+fn accepted_proof(token: &str) -> Option<proof::Claims> {
+    let keys = ProofKeys { keys: vec![ProofKey { kid: KID.to_owned(), x: public_key_base64() }] };
     keys.verify(token, MACHINE, now()).ok()
+}
+
+fn proof_user(token: &str) -> Option<String> {
+    Some(accepted_proof(token)?.sub.as_str().to_owned())
 }
 
 fn check_any_proof(bytes: &[u8]) -> Result<(), String> {
     let payload = proof_claims("somebody", 30).to_string();
     for token in tokens_of(bytes, payload.as_bytes()) {
-        let Some(claims) = accept(&token) else { continue };
-        let Some(signed) = only_as_signed(&token, accept)? else { continue };
+        let Some(claims) = accepted_proof(&token) else { continue };
+        let Some(signed) = check_signature_is_required(&token, accepted_proof)? else { continue };
         let is_same = signed["sub"] == claims.sub.as_str()
             && signed["handle"] == claims.handle.as_str()
             && signed["slot"] == claims.slot.as_str()
             && signed["aud"].as_str().and_then(|text| text.parse().ok()) == Some(MACHINE.0);
-        let life = i128::from(claims.exp) - i128::from(claims.iat);
-        let is_living = NOW <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
+        let lifetime = i128::from(claims.exp) - i128::from(claims.iat);
+        let is_current = NOW <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
             && NOW >= claims.iat.saturating_sub(proof::LEEWAY_SECONDS);
-        if !is_same || claims.iss != proof::ISSUER || life > proof::MAX_LIFETIME_SECONDS.into() || !is_living
+        if !is_same
+            || claims.iss != proof::ISSUER
+            || lifetime > proof::MAX_LIFETIME_SECONDS.into()
+            || !is_current
         {
             return Err(format!("{signed} is accepted as {claims:?}"));
         }
     }
     Ok(())
-}
-
-fn check_valid_proof(bytes: &[u8]) -> Result<(), String> {
-    let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
-    let claims: Value =
-        payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
-    let found = accept(&token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
-    if claims["sub"] == found.sub.as_str() { Ok(()) } else { Err(format!("{found:?} was read")) }
 }

@@ -14,17 +14,17 @@ use crate::seaweed::Seaweed;
 pub enum StoreKind {
     /// The kit's own server.
     #[default]
-    Own,
+    Kit,
     Moto,
     Seaweedfs,
 }
 
 impl StoreKind {
-    pub const ALL: [Self; 3] = [Self::Own, Self::Moto, Self::Seaweedfs];
+    pub const ALL: [Self; 3] = [Self::Kit, Self::Moto, Self::Seaweedfs];
 
     pub fn name(self) -> &'static str {
         match self {
-            Self::Own => "own",
+            Self::Kit => "kit",
             Self::Moto => "moto",
             Self::Seaweedfs => "seaweedfs",
         }
@@ -38,7 +38,7 @@ impl StoreKind {
         let (dir, bucket) = (dir.to_owned(), bucket.to_owned());
         let start = move || {
             let store = match self {
-                Self::Own => S3Server::start(&dir)?,
+                Self::Kit => S3Server::start(&dir)?,
                 Self::Moto => S3Server::in_front_of(ThirdParty::Moto(Moto::start()?), &dir)?,
                 Self::Seaweedfs => S3Server::in_front_of(ThirdParty::Seaweed(Seaweed::start()?), &dir)?,
             };
@@ -55,6 +55,6 @@ impl FromStr for StoreKind {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.name() == text);
-        found.ok_or_else(|| "must be own, moto or seaweedfs".to_owned())
+        found.ok_or_else(|| "must be kit, moto or seaweedfs".to_owned())
     }
 }

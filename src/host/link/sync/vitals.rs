@@ -64,7 +64,7 @@ fn attention(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
 
-/// The health of gateway and database; code-server's has a history, and is checked by `code_probe`.
+/// The health of the gateway and the database. The health of code-server depends on earlier probes: see `code_probe`.
 pub async fn health(config: &SyncConfig) -> (ComponentHealth, Vec<Attention>) {
     let (gateway, database) = tokio::join!(gateway_is_ready(config), check_database(config));
     let health = ComponentHealth {
@@ -154,7 +154,7 @@ pub fn last_backup(config: &SyncConfig) -> Option<LastBackup> {
     })
 }
 
-/// The ids of the proof keys that were delivered last, or those of user-data.
+/// The ids of the proof keys that the platform delivered last; before the first delivery, those of the user-data.
 pub fn proof_kids(config: &SyncConfig) -> Vec<String> {
     let delivered = fsx::read_if_exists(&config.layout.proof_keys()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice::<ProofKeys>(&text).ok());

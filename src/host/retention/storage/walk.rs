@@ -23,13 +23,13 @@ struct Directory {
 ///
 /// # Errors
 /// [`FileError`] if the home is missing.
-pub fn walk(
+pub fn measure_home(
     home: &Path,
     apps: &Path,
     logs: &Path,
     deadline: Instant,
 ) -> Result<(Sizes, BTreeMap<String, u64>), FileError> {
-    let top = fs::symlink_metadata(home).map_err(FileError::at("measure", home))?;
+    let root = fs::symlink_metadata(home).map_err(FileError::at("measure", home))?;
     let (mut sizes, mut folders) = (Sizes::default(), BTreeMap::new());
     let mut counted = HashSet::new();
     let mut directories = vec![Directory { path: home.to_owned(), app: None }];
@@ -37,14 +37,14 @@ pub fn walk(
         let (in_apps, in_logs, is_apps) = (path.starts_with(apps), path.starts_with(logs), path == apps);
         let entries = if Instant::now() < deadline { fs::read_dir(&path).ok() } else { None };
         let Some(entries) = entries else {
-            sizes.unreadable += 1;
+            sizes.skipped_directories += 1;
             continue;
         };
         // Files deleted during the walk use no space.
         for (entry, meta) in
             entries.flatten().filter_map(|entry| entry.metadata().ok().map(|meta| (entry, meta)))
         {
-            if meta.dev() != top.dev() || !is_first(&meta, &mut counted) {
+            if meta.dev() != root.dev() || !is_first(&meta, &mut counted) {
                 continue;
             }
             let app = if is_apps { slug(&entry, &meta) } else { app.clone() };
@@ -85,29 +85,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn walk_counts_disk_blocks_of_each_file_once() {
+    fn measure_home_counts_disk_blocks_of_each_file_once() {
         let dir = tempfile::tempdir().unwrap();
         let (home, apps, logs) =
             (dir.path().join("h"), dir.path().join("h/apps"), dir.path().join("h/system/logs"));
         for dir in [&apps.join("notes/deep"), &apps.join("Not An App"), &logs] {
             fs::create_dir_all(dir).unwrap();
         }
-        let walk = |deadline| walk(&home, &apps, &logs, deadline).unwrap();
+        let measure = |deadline| measure_home(&home, &apps, &logs, deadline).unwrap();
         let later = Instant::now() + Duration::from_secs(600);
-        let (before, folders_before) = walk(later);
+        let (before, folders_before) = measure(later);
         fs::write(apps.join("notes/deep/a"), vec![1; 100_000]).unwrap();
         fs::hard_link(apps.join("notes/deep/a"), apps.join("notes/b")).unwrap();
         fs::write(apps.join("Not An App/c"), vec![1; 20_000]).unwrap();
         fs::write(logs.join("activity.log"), vec![1; 50_000]).unwrap();
         std::os::unix::fs::symlink("/usr", home.join("elsewhere")).unwrap();
-        std::os::unix::fs::symlink(&home, apps.join("round")).unwrap();
-        let (after, folders) = walk(later);
+        std::os::unix::fs::symlink(&home, apps.join("loop")).unwrap();
+        let (after, folders) = measure(later);
         let (apps, logs) = (after.apps_bytes - before.apps_bytes, after.logs_bytes - before.logs_bytes);
         assert!((120_000..200_000).contains(&apps) && (50_000..100_000).contains(&logs), "{after:?}");
         assert!(after.home_bytes - before.home_bytes < apps + logs + 10_000, "{after:?}");
         assert_eq!(folders.keys().collect::<Vec<_>>(), ["notes"]);
         assert!((100_000..120_000).contains(&(folders["notes"] - folders_before["notes"])), "{folders:?}");
-        let (late, _) = walk(Instant::now());
-        assert_eq!((late.home_bytes, late.unreadable), (0, 1), "the deadline has passed");
+        let (late, _) = measure(Instant::now());
+        assert_eq!((late.home_bytes, late.skipped_directories), (0, 1), "the deadline has passed");
     }
 }

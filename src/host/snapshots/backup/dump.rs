@@ -71,9 +71,9 @@ pub enum DumpError {
     #[error(transparent)]
     Reader(#[from] ReadError),
     #[error("the dump has no table of contents")]
-    NoContents,
+    NoTableOfContents,
     #[error("{tool} made no progress for {seconds} s")]
-    Stuck { tool: &'static str, seconds: u64 },
+    Stalled { tool: &'static str, seconds: u64 },
     #[error("read from pg_dump")]
     Read(#[source] std::io::Error),
     #[error("pg_dump has no output")]
@@ -133,12 +133,12 @@ pub async fn dump_snapshot(
     snapshot: &Snapshot,
     sink: &mut impl Sink,
 ) -> Result<DumpedSnapshot, DumpError> {
-    let telling = async {
+    let reading_facts = async {
         let facts = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
         Ok::<_, DumpError>(facts)
     };
-    let dumping = stream(settings, &snapshot.id, sink);
-    let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, telling)?;
+    let dumping = dump_to_sink(settings, &snapshot.id, sink);
+    let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, reading_facts)?;
     Ok(DumpedSnapshot { dump, tables, roles, facts })
 }
 
@@ -146,7 +146,7 @@ pub async fn dump_snapshot(
 ///
 /// # Errors
 /// [`DumpError`]; the bytes in the sink are then worthless.
-async fn stream(
+async fn dump_to_sink(
     settings: &BackupSettings,
     snapshot: &str,
     sink: &mut impl Sink,
@@ -155,7 +155,10 @@ async fn stream(
     let BackupSettings { tools, server, .. } = settings;
     let compression = tools.choose_compression(settings.compression).await;
     if compression != settings.compression {
-        tracing::warn!(asked = %settings.compression, taken = %compression, "the tools of this machine do not support this compression");
+        tracing::warn!(
+            configured = %settings.compression, used = %compression,
+            "the installed PostgreSQL tools do not support the configured compression"
+        );
     }
     let mut dump = tools.dump(server, snapshot, compression);
     let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
@@ -164,22 +167,22 @@ async fn stream(
     postgres_tools::widen_pipe(&stdout);
     let complaint = tokio::spawn(dump_check::tail(dump.stderr.take()));
 
-    let pumped = pump(stdout, &reader, sink).await;
-    let reader_gave_up = matches!(pumped, Err(DumpError::Reader(ReadError::ReaderExited)));
-    if pumped.is_err() && !reader_gave_up {
-        return Err(pumped.err().unwrap_or(DumpError::NoOutput));
-    }
+    let pumped = match pump(stdout, &reader, sink).await {
+        Err(error) if !matches!(error, DumpError::Reader(ReadError::ReaderExited)) => return Err(error),
+        pumped => pumped,
+    };
+    let reader_exited = pumped.is_err();
     let status = dump_check::wait_for_exit(&mut dump, "pg_dump").await?;
     let read = reader.finish().await;
     // A reader that fails breaks the pipe of a healthy pg_dump, so its error comes first.
-    if !status.success() && !reader_gave_up {
+    if !status.success() && !reader_exited {
         return Err(DumpError::Dump { status, complaint: complaint.await.unwrap_or_default() });
     }
     read?;
     let (verified, entries) = pumped?;
     match entries {
         Some(1..) => Ok(verified),
-        _ => Err(DumpError::NoContents),
+        _ => Err(DumpError::NoTableOfContents),
     }
 }
 
@@ -214,8 +217,8 @@ async fn next_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Resul
     while chunk.len() < size {
         let mut limited = (&mut *stdout).take((size - chunk.len()) as u64);
         let read = tokio::time::timeout(STALL_TIMEOUT, limited.read_buf(&mut chunk)).await;
-        let stuck = |_| DumpError::Stuck { tool: "pg_dump", seconds: STALL_TIMEOUT.as_secs() };
-        if read.map_err(stuck)?.map_err(DumpError::Read)? == 0 {
+        let stalled = |_| DumpError::Stalled { tool: "pg_dump", seconds: STALL_TIMEOUT.as_secs() };
+        if read.map_err(stalled)?.map_err(DumpError::Read)? == 0 {
             break;
         }
     }

@@ -32,11 +32,11 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .route("/_sim/hosts/{name}/start-from-disk", post(start_from_disk))
         .route("/_sim/hosts/{name}/stop", post(stop_unlisted))
         .route("/_sim/hosts/{name}/start-database", post(start_database))
-        .route("/_sim/hosts/{name}/env", put(next_env))
+        .route("/_sim/hosts/{name}/env", put(set_next_env))
         .route("/_sim/hosts/{name}/units/{unit}/start", post(run_unit))
         .route("/_sim/hosts/{name}/units/{unit}/stop", post(stop_service))
-        .route("/_sim/next-server-env", put(next_server_env))
-        .route("/_sim/faults", get(faults).post(fault).delete(clear))
+        .route("/_sim/next-server-env", put(set_next_server_env))
+        .route("/_sim/faults", get(list_faults).post(add_fault).delete(clear_faults))
         .route("/_sim/calls", get(calls))
         .route("/_sim/creations", get(creations))
         .with_state(cloud)
@@ -138,7 +138,7 @@ async fn stop_service(State(cloud): Shared, Path((name, unit)): Path<(String, St
     Ok(Json(json!({})))
 }
 
-async fn next_env(
+async fn set_next_env(
     State(cloud): Shared,
     Path(name): Path<String>,
     Json(env): Json<BTreeMap<String, String>>,
@@ -147,21 +147,24 @@ async fn next_env(
     Ok(Json(json!({})))
 }
 
-async fn next_server_env(State(cloud): Shared, Json(env): Json<BTreeMap<String, String>>) -> ControlResult {
+async fn set_next_server_env(
+    State(cloud): Shared,
+    Json(env): Json<BTreeMap<String, String>>,
+) -> ControlResult {
     cloud.guests.hosts()?.set_next_create_env(env.into_iter().collect());
     Ok(Json(json!({})))
 }
 
-async fn faults(State(cloud): Shared) -> Json<Vec<FaultRule>> {
+async fn list_faults(State(cloud): Shared) -> Json<Vec<FaultRule>> {
     Json(cloud.script().pending())
 }
 
-async fn fault(State(cloud): Shared, Json(rule): Json<FaultRule>) -> Json<Value> {
+async fn add_fault(State(cloud): Shared, Json(rule): Json<FaultRule>) -> Json<Value> {
     cloud.script().add(rule);
     Json(json!({}))
 }
 
-async fn clear(State(cloud): Shared) -> Json<Value> {
+async fn clear_faults(State(cloud): Shared) -> Json<Value> {
     cloud.script().clear();
     Json(json!({}))
 }

@@ -117,7 +117,7 @@ impl Stack {
         backend: HostBackend,
         extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
-        let store = StoreKind::Own.start(dir, BUCKET).await?;
+        let store = StoreKind::Kit.start(dir, BUCKET).await?;
         Self::start_with_store(svc, dir, transport, backend, store, extra_env).await
     }
 

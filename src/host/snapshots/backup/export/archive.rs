@@ -16,7 +16,9 @@ use tar::{Builder, EntryType, EntryWriter, Header};
 use super::files::{HomeEntry, OmittedEntry};
 use super::stream::Frame;
 use crate::snapshots::archive;
-use crate::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE};
+use crate::snapshots::archive::{
+    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE_RECORD,
+};
 use crate::snapshots::backup::dump;
 use crate::snapshots::backup::dump::{DumpError, Sink};
 use crate::snapshots::backup::settings::BackupSettings;
@@ -76,7 +78,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write)?);
     let mut archive =
         Archive { tar: Builder::new(BufWriter::with_capacity(CHUNK, output)), entries: Vec::new() };
-    let about = ArchiveInfo {
+    let info = ArchiveInfo {
         version: archive::VERSION,
         created_at: clock::now_ms(),
         idp_user_id: settings.identity.user.clone(),
@@ -85,7 +87,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         epoch: settings.identity.epoch,
         made_by: format!("svc {}", applet::version()),
     };
-    archive.write_json(ABOUT, &about).map_err(write)?;
+    archive.write_json(ARCHIVE_INFO, &info).map_err(write)?;
 
     let snapshot = Snapshot::open(&settings.server).await?;
     let dumped = {
@@ -99,7 +101,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     archive.add_entry(DUMP, EntryKind::File, dumped.dump.size_bytes, Some(dumped.dump.sha256.clone()));
     let side = dumped.side_record(DUMP, &settings.identity, &snapshot);
     drop(snapshot);
-    archive.write_json(SIDE, &side).map_err(write)?;
+    archive.write_json(SIDE_RECORD, &side).map_err(write)?;
     failpoint::pass("export.dumped")?;
 
     let left_out = tokio::task::block_in_place(|| {

@@ -15,7 +15,9 @@ use serde::de::DeserializeOwned;
 
 use super::manifest::{self, EntryDigest, entry_digest};
 use crate::snapshots::archive;
-use crate::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE, SYSTEM};
+use crate::snapshots::archive::{
+    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE_RECORD, SYSTEM,
+};
 use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
 use svc_base::fsx::FileError;
@@ -93,7 +95,7 @@ impl Extract<'_> {
 /// A complete archive.
 #[derive(Debug)]
 pub struct Archived {
-    pub about: ArchiveInfo,
+    pub info: ArchiveInfo,
     pub side: SideRecord,
     /// Number of entries below the home.
     pub home_entries: usize,
@@ -129,7 +131,7 @@ impl Archived {
 struct Pass<'a> {
     path: &'a Path,
     extract: &'a Extract<'a>,
-    about: Option<ArchiveInfo>,
+    info: Option<ArchiveInfo>,
     side: Option<SideRecord>,
     /// Size and SHA-256 of the dump.
     dump: Option<(u64, String)>,
@@ -147,7 +149,7 @@ impl<'a> Pass<'a> {
         Self {
             path,
             extract,
-            about: None,
+            info: None,
             side: None,
             dump: None,
             is_complete: false,
@@ -186,12 +188,12 @@ impl<'a> Pass<'a> {
             return Err(self.damaged(format!("{} comes after the manifest", quoted(&entry.path))));
         }
         let listed = match entry.path.to_str() {
-            Some(ABOUT) => {
-                let (about, listed) = self.description(&mut entry)?;
-                self.about = Some(about);
+            Some(ARCHIVE_INFO) => {
+                let (info, listed) = self.description(&mut entry)?;
+                self.info = Some(info);
                 listed
             }
-            Some(SIDE) => {
+            Some(SIDE_RECORD) => {
                 let (side, listed) = self.description(&mut entry)?;
                 self.side = Some(side);
                 listed
@@ -216,7 +218,7 @@ impl<'a> Pass<'a> {
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
-        let is_ours = [ABOUT, DUMP, SIDE, MANIFEST].iter().any(|name| path == Path::new(name));
+        let is_ours = [ARCHIVE_INFO, DUMP, SIDE_RECORD, MANIFEST].iter().any(|name| path == Path::new(name));
         let is_in_place = path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
         if !is_plain || !(is_ours || is_in_place) {
             return Err(self.damaged(format!("{} is no path of an archive", quoted(path))));
@@ -297,18 +299,18 @@ impl<'a> Pass<'a> {
 
     fn finish(self) -> Result<Archived, ArchiveError> {
         let damaged = |why: String| ArchiveError::Damaged { path: self.path.to_owned(), why };
-        let about = self.about.ok_or_else(|| damaged(format!("{ABOUT} is missing")))?;
-        if about.version > archive::VERSION {
-            return Err(ArchiveError::Later { path: self.path.to_owned(), made_by: about.made_by });
+        let info = self.info.ok_or_else(|| damaged(format!("{ARCHIVE_INFO} is missing")))?;
+        if info.version > archive::VERSION {
+            return Err(ArchiveError::Later { path: self.path.to_owned(), made_by: info.made_by });
         }
         if !self.is_complete {
             return Err(damaged("its end is missing".to_owned()));
         }
-        let side = self.side.ok_or_else(|| damaged(format!("{SIDE} is missing")))?;
+        let side = self.side.ok_or_else(|| damaged(format!("{SIDE_RECORD} is missing")))?;
         if self.dump != Some((side.size_bytes, side.sha256.clone())) {
-            return Err(damaged(format!("{SIDE} does not match {DUMP}")));
+            return Err(damaged(format!("{SIDE_RECORD} does not match {DUMP}")));
         }
-        Ok(Archived { about, side, home_entries: self.home_entries })
+        Ok(Archived { info, side, home_entries: self.home_entries })
     }
 }
 

@@ -157,8 +157,8 @@ fn check(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<
     let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
     println!(
         "{}'s, of {}: {} tables with {rows} rows, {} entries of the home; every byte is as it was written",
-        archived.about.idp_user_id,
-        svc_base::clock::rfc3339_ms(archived.about.created_at),
+        archived.info.idp_user_id,
+        svc_base::clock::rfc3339_ms(archived.info.created_at),
         archived.side.tables.len(),
         archived.home_entries,
     );
@@ -166,8 +166,8 @@ fn check(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<
         return Ok(());
     }
     let here = settings.user.as_str();
-    if archived.about.idp_user_id.as_str() != here && !args.options.of_another_user {
-        let of = archived.about.idp_user_id.as_str().to_owned();
+    if archived.info.idp_user_id.as_str() != here && !args.options.of_another_user {
+        let of = archived.info.idp_user_id.as_str().to_owned();
         return Err(StepError::Anothers { of, here: here.to_owned() });
     }
     if settings.layout.superseded().exists() {
