@@ -5,7 +5,7 @@ import { mkdirSync, rmSync, writeFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { join } from "node:path";
 import { after, afterEach, before } from "node:test";
-import { app, asOwner, closeBrowser, eventually, launchBrowser, newVisitor, stack, test, waitUntilReady } from "./support.mjs";
+import { app, asOwner, closeBrowser, code, eventually, launchBrowser, mintSession, newVisitor, stack, test, waitUntilReady } from "./support.mjs";
 
 const SLUG = "hostile";
 const folder = join(stack.owner.home, "apps", SLUG);
@@ -188,4 +188,28 @@ test("an app can send data only to the origins in its manifest", async () => {
   const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
   assert.ok((await attempt(inner, `fetch("https://other.example.com/a")`)).error);
   assert.ok(requests >= 1 && requests < 100, String(requests));
+});
+
+test("what one account's machine left in a browser is gone before the next account's requests", async () => {
+  const { page, context } = await newVisitor(chrome);
+  await page.goto(app);
+  const worker = await page.evaluate(() => navigator.serviceWorker.register("/shell.js").then(() => "registered", String));
+  assert.notEqual(worker, "registered");
+  await page.evaluate(async () => {
+    localStorage.setItem("left", "by the first account");
+    await (await caches.open("left")).put("/left", new Response("by the first account"));
+  });
+  const stored = () => page.evaluate(async () => [localStorage.length, (await caches.keys()).length]);
+  assert.deepEqual(await stored(), [1, 1]);
+  await page.goto(app);
+  assert.deepEqual(await stored(), [1, 1], "the same account keeps its data");
+
+  await context.clearCookies({ name: /session$/ });
+  const value = await mintSession("user_other");
+  await context.addCookies([app, code].map((url) => ({ name: "__session", value, url })));
+  // The page is still the first account's.
+  assert.equal(await page.evaluate(() => fetch("/_svc/slots").then((answer) => answer.status)), 401);
+  assert.equal((await page.goto(app)).status(), 503, "the second account has no machine");
+  assert.deepEqual(await stored(), [0, 0]);
+  await context.close();
 });

@@ -25,8 +25,8 @@ export async function launchBrowser() {
   return chromium.launch({ executablePath: process.env.SVC_CHROMIUM, headless: true, args: FLAGS });
 }
 
-async function mintSession() {
-  const answer = await fetch(`${stack.idp.mintUrl}?sub=${stack.owner.idpUserId}&ttl=3600`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+export async function mintSession(user = stack.owner.idpUserId) {
+  const answer = await fetch(`${stack.idp.mintUrl}?sub=${user}&ttl=3600`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
   assert.equal(answer.status, 200);
   return answer.text();
 }

@@ -101,6 +101,21 @@ async fn respond(State(arrivals): State<Arc<Mutex<Vec<Arrival>>>>, mut request: 
             response.headers_mut().insert("x-hop", "1".parse().unwrap());
             response
         }
+        "/page" => {
+            let headers = [
+                ("content-type", "text/html; charset=utf-8"),
+                ("cache-control", "max-age=31536000, immutable"),
+                ("alt-svc", "h3=\":443\""),
+                ("clear-site-data", "\"cookies\""),
+                ("nel", "{}"),
+                ("report-to", "{}"),
+                ("reporting-endpoints", "a=\"https://evil.test\""),
+                ("service-worker-allowed", "/"),
+                ("strict-transport-security", "max-age=1; includeSubDomains"),
+                ("x-own", "kept"),
+            ];
+            (headers, "<p>page").into_response()
+        }
         "/missing" => (StatusCode::NOT_FOUND, "the machine's own").into_response(),
         _ => format!("{} {path}", request.method()).into_response(),
     }

@@ -2,6 +2,7 @@
 
 mod access;
 mod apps;
+mod browser_data;
 mod changes;
 mod described;
 mod forwarding;

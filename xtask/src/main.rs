@@ -40,7 +40,7 @@ enum Command {
         /// Break one thing (backup|restore|pin|fence): the demo must then fail
         #[arg(long = "break", value_name = "WHAT", value_parser = Breakage::from_str)]
         breakage: Option<Breakage>,
-        /// The object store (own|moto|seaweedfs)
+        /// The object store (kit|moto|seaweedfs)
         #[arg(long, value_name = "STORE", default_value = "kit", value_parser = StoreKind::from_str)]
         store: StoreKind,
         /// The binary to run (default: built)

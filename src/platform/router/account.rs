@@ -13,7 +13,7 @@ use super::cookie::RouterCookie;
 use super::identity::Identity;
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::sha256;
-use super::{RouterState, page, sign_in};
+use super::{RouterState, browser_data, page, sign_in};
 use crate::api::call::ApiCall;
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::problem::Problem;
@@ -96,6 +96,9 @@ pub(super) async fn choose(
         }
     };
     response.headers_mut().append(SET_COOKIE, set_cookie);
+    if choice == AccountChoice::Provider {
+        browser_data::record_user(&mut response, context, &call.headers, &subject.user);
+    }
     Ok(response)
 }
 

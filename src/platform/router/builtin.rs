@@ -15,7 +15,7 @@ use super::directory::MachineLookup;
 use super::identity::Identity;
 use super::page::{self, UnavailableReason};
 use super::serve::{RequestContext, redirect, session_problem};
-use super::{RouterState, account, app_token, sign_in};
+use super::{RouterState, account, app_token, browser_data, sign_in};
 use crate::api::call::{self, ApiCall};
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
@@ -77,6 +77,14 @@ pub(super) async fn handle(
     let Some(route) = candidates.iter().find(|route| route.accepts(request.method())) else {
         return Ok(reject(&candidates, request).await);
     };
+    let is_open_to_all = matches!(route.action, BuiltinAction::SignOut | BuiltinAction::RedeemCode);
+    if !is_open_to_all
+        && let Ok(Some(identity)) = router.identify(context, request.headers()).await
+        && let Some(response) =
+            browser_data::require_clean(context, &identity, request.headers(), request.uri())
+    {
+        return Ok(response);
+    }
     let call = ApiCall::read(request).await?;
     match route.action {
         BuiltinAction::ListSlots => list_slots(router, context, &call).await,

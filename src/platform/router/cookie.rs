@@ -22,11 +22,18 @@ pub(super) enum RouterCookie {
     State,
     /// Records that the person kept the session's account although the provider's cookie names another user.
     KeptAccount,
+    /// A digest of the user whose machine was last served to this browser. It outlives the session.
+    LastUser,
 }
 
 impl RouterCookie {
-    const ALL: [Self; 4] =
-        [Self::Session(PublicHost::App), Self::Session(PublicHost::Code), Self::State, Self::KeptAccount];
+    const ALL: [Self; 5] = [
+        Self::Session(PublicHost::App),
+        Self::Session(PublicHost::Code),
+        Self::State,
+        Self::KeptAccount,
+        Self::LastUser,
+    ];
 
     /// The name without the prefix, which is used over plain HTTP and by other clients than browsers.
     fn name(self) -> &'static str {
@@ -34,6 +41,7 @@ impl RouterCookie {
             Self::Session(host) => host.session_cookie(),
             Self::State => "svc_code_state",
             Self::KeptAccount => "svc_kept_account",
+            Self::LastUser => "svc_last_user",
         }
     }
 
@@ -42,10 +50,8 @@ impl RouterCookie {
         if scheme != "https" {
             return find(headers, |name| name == self.name());
         }
-        find(headers, |name| name.strip_prefix(HOST_PREFIX) == Some(self.name())).or_else(|| {
-            let is_browser = headers.contains_key(&FETCH_SITE);
-            if is_browser { None } else { find(headers, |name| name == self.name()) }
-        })
+        find(headers, |name| name.strip_prefix(HOST_PREFIX) == Some(self.name()))
+            .or_else(|| if is_browser(headers) { None } else { find(headers, |name| name == self.name()) })
     }
 
     /// The `Set-Cookie` value for this host. Scripts cannot read the cookie, and browsers send it only over HTTPS.
@@ -63,6 +69,11 @@ impl RouterCookie {
     pub(super) fn clear(self, scheme: &str) -> HeaderValue {
         self.set_cookie("", scheme, 0)
     }
+}
+
+/// Whether the client is a browser: others do not send `Sec-Fetch-Site`.
+pub(super) fn is_browser(headers: &HeaderMap) -> bool {
+    headers.contains_key(&FETCH_SITE)
 }
 
 /// The identity provider's session token.

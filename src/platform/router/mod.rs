@@ -6,6 +6,7 @@
 mod account;
 mod app_request;
 pub(super) mod app_token;
+mod browser_data;
 mod builtin;
 mod builtin_routes;
 mod cookie;

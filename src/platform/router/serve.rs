@@ -20,7 +20,9 @@ use super::identity::{AuthError, Identity};
 use super::machine::{Machine, Upstream};
 use super::page::{self, UnavailableReason};
 use super::session::SessionError;
-use super::{RouterState, account, app_request, app_token, builtin, cookie, frame, origin, sign_in};
+use super::{
+    RouterState, account, app_request, app_token, browser_data, builtin, cookie, frame, origin, sign_in,
+};
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_base::metrics::UPSTREAM_FAILURES;
@@ -82,6 +84,7 @@ impl RouterState {
         if request.method() == Method::CONNECT {
             return Err(Problem::new(Code::MethodNotAllowed, "This server is not a forward proxy."));
         }
+        browser_data::check_service_worker(&context, request.headers())?;
         // Rare branches are boxed: every request's future is as large as its largest branch.
         if let Some(app_request) = app_request::classify(&context, &request) {
             return Ok(Box::pin(app_request::handle(self, &context, app_request, request)).await);
@@ -100,6 +103,11 @@ impl RouterState {
         };
         if let Some(page) = account::prompt(self, &context, &identity, request.headers(), request.uri()) {
             return Ok(page);
+        }
+        if let Some(response) =
+            browser_data::require_clean(&context, &identity, request.headers(), request.uri())
+        {
+            return Ok(response);
         }
         self.user_rate.check(identity.user()).map_err(rate_limited)?;
         let generation = self.sign_outs.generation(identity.user());
@@ -257,6 +265,7 @@ impl RouterState {
         match upstream.proxy.forward(request).await {
             Ok(mut response) => {
                 cookie::drop_reserved_cookies(response.headers_mut());
+                browser_data::confine(context, response.headers_mut());
                 self.limit_stream(caller, context.now, response)
             }
             Err(error) => {

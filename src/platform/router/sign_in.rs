@@ -12,6 +12,7 @@ use url::form_urlencoded;
 
 use super::RouterState;
 use super::account;
+use super::browser_data;
 use super::cookie::RouterCookie;
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::{SessionGrant, SessionOrigin, random_token};
@@ -128,6 +129,7 @@ pub(super) async fn redeem_code(
     let session = RouterCookie::Session(PublicHost::Code).set_cookie(&token, context.scheme, SESSION_SECONDS);
     headers.append(SET_COOKIE, session);
     headers.append(SET_COOKIE, RouterCookie::State.clear(context.scheme));
+    browser_data::record_user(&mut response, context, &call.headers, &grant.user);
     Ok(response)
 }
 
@@ -144,6 +146,7 @@ pub(super) async fn sign_out(
     }
     let mut response = StatusCode::NO_CONTENT.into_response();
     response.headers_mut().append(SET_COOKIE, RouterCookie::Session(context.host).clear(context.scheme));
+    browser_data::clear(&mut response);
     Ok(response)
 }
 
