@@ -77,6 +77,22 @@ async fn rate_refusal_of_one_process_applies_to_all() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn reported_calls_are_granted_although_the_learnt_rate_is_too_low() {
+    let stack = Stack::start().await;
+    let client = stack.database.connect().await.unwrap();
+    let sql = "INSERT INTO provider_budget (account, tokens, capacity, per_second, learnt, at) \
+               VALUES ('a', 0, 3600, 0.0001, true, now())";
+    client.batch_execute(sql).await.unwrap();
+    let granted = async |seen_left: Option<f64>| {
+        let sql = "SELECT granted FROM provider_reserve('a', 16, 0, $1, 3600, NULL, 0)";
+        client.query_one(sql, &[&seen_left]).await.unwrap().get::<_, i32>(0)
+    };
+    assert_eq!(granted(None).await, 0);
+    assert_eq!(granted(Some(100.0)).await, 0, "others may use these");
+    assert_eq!(granted(Some(3599.0)).await, 16);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn learned_rate_follows_the_provider_up_and_down() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();

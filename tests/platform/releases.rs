@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::stack::{Stack, provision_body, publish};
+use super::stack::{Stack, heartbeat_of, provision_body, publish};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_keeps_the_release_of_the_slot() {
@@ -27,4 +27,33 @@ async fn recovery_keeps_the_release_of_the_slot() {
     let recovery = stack.post(&process, "/vps/recover", &older).await.body;
     let machine = recovery["machineId"].as_str().unwrap();
     assert_eq!(stack.get(&process, &format!("/vps/{machine}")).await.body["imageVersion"], "v1");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recovery_installs_the_release_that_the_host_was_rolled_back_to() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let report = async |version: &str, health: &str, updating: bool| {
+        let mut beat = heartbeat_of(&guest);
+        beat["imageVersion"] = json!(version);
+        beat["health"]["gateway"] = json!(health);
+        beat["updating"] = json!(updating);
+        stack.send_heartbeat(&process, &guest, &beat).await;
+    };
+    let client = stack.database.connect().await.unwrap();
+    let release = async || {
+        let sql = "SELECT image_version FROM slot_releases WHERE idp_user_id = 'user_1'";
+        client.query_one(sql, &[]).await.unwrap().get::<_, String>(0)
+    };
+    report("v2", "ok", false).await;
+    assert_eq!(release().await, "v2");
+    report("v3", "failing", false).await;
+    report("v3", "ok", true).await;
+    assert_eq!(release().await, "v2", "v3 has not worked yet");
+    report("v1", "ok", false).await;
+    stack.snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let path = format!("/vps/{}", recovery["machineId"].as_str().unwrap());
+    assert_eq!(stack.get(&process, &path).await.body["imageVersion"], "v1");
 }

@@ -69,8 +69,14 @@ pub async fn handle(
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
             machine_server::record_power_on_in_slot(&session, id).await?;
         }
-        if is_healthy && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
-            machine_changes::record_proven(&session, id).await?;
+        if is_healthy && epoch == machine.epoch && machine.is_active() {
+            if machine.proven_at.is_none() {
+                machine_changes::record_proven(&session, id).await?;
+            }
+            // The next machine of the slot starts with the release that works, also after a rollback on the host.
+            if !report.sent.updating {
+                db::slots::set_release_for_machine(&session, id, &report.sent.image_version).await?;
+            }
         }
     }
     if is_healthy {

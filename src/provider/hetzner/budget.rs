@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use http::HeaderMap;
+use http::header::DATE;
+use jiff::fmt::rfc2822;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
@@ -19,6 +21,8 @@ const RESERVATION_BATCH: u32 = 16;
 const RESERVATION_TTL: Duration = Duration::from_secs(10);
 /// After this timeout a process relies on its own view of the budget.
 const SHARED_TIMEOUT: Duration = Duration::from_secs(2);
+/// The provider's limits are per hour. A later reset is an error, and would teach a rate that stops all calls.
+const MAX_RESET: Duration = Duration::from_secs(3600);
 /// Minimum number of used calls for a reliable refill rate.
 const MIN_USED_CALLS: u64 = 5;
 
@@ -162,10 +166,13 @@ fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// `RateLimit-Reset` is a Unix time in seconds.
+/// The time until `RateLimit-Reset`, a Unix time in seconds. It counts from the response's `Date`, because the local clock
+/// may be wrong.
 fn reset_in(headers: &HeaderMap) -> Option<Duration> {
     let reset = UNIX_EPOCH.checked_add(Duration::from_secs(number(headers, "ratelimit-reset")?))?;
-    Some(reset.duration_since(SystemTime::now()).unwrap_or_default())
+    let date = headers.get(DATE).and_then(|date| rfc2822::parse(date.to_str().ok()?).ok());
+    let now = date.map_or_else(SystemTime::now, |date| date.timestamp().into());
+    Some(reset.duration_since(now).unwrap_or_default().min(MAX_RESET))
 }
 
 #[cfg(test)]
@@ -232,6 +239,17 @@ mod tests {
         assert_eq!(reset_in(&past), Some(Duration::ZERO));
         past.insert("ratelimit-reset", "soon".parse().unwrap());
         assert_eq!(reset_in(&past), None);
+    }
+
+    #[test]
+    fn reset_in_counts_from_date_and_is_at_most_an_hour() {
+        let mut headers = headers(0, 2 * 86_400);
+        assert_eq!(reset_in(&headers), Some(MAX_RESET));
+        // The local clock is two days behind.
+        let date = jiff::Timestamp::now() + Duration::from_secs(2 * 86_400 - 60);
+        headers.insert(DATE, date.strftime("%a, %d %b %Y %T GMT").to_string().parse().unwrap());
+        let seconds = reset_in(&headers).unwrap().as_secs();
+        assert!((59..=61).contains(&seconds), "{seconds}");
     }
 
     /// Grants all it has, and counts the requests.

@@ -151,6 +151,7 @@ pub struct Claude {
     main_loop: (u64, u64),
     is_resumed: bool,
     turn_end: Option<TurnEnd>,
+    has_result: bool,
     /// Input tokens per model message since the last result: all that is known of an interrupted run. Output tokens are
     /// only reported at the end.
     input_tokens: BTreeMap<String, u64>,
@@ -184,6 +185,8 @@ impl Adapter for Claude {
             (Some(TurnEnd { error: Some(error) }), _) => Some(error),
             _ => Some(exit_failure(exit, stderr_tail)),
         };
+        let is_started = self.run.conversation_id.is_some();
+        self.run.has_unreported_usage = !self.input_tokens.is_empty() || (is_started && !self.has_result);
         self.run.add_tokens(self.input_tokens.values().fold(0, |all, one| all.saturating_add(*one)), 0);
         let (tokens_in, tokens_out) = match self.conversation.take() {
             Some(all) if !self.is_resumed => (all.tokens_in, all.tokens_out),
@@ -236,6 +239,7 @@ impl Claude {
     }
 
     fn result(&mut self, line: Line) {
+        self.has_result = true;
         self.input_tokens.clear();
         // A run that failed at its start has no init line.
         self.run.conversation_id = self.run.conversation_id.take().or(line.session_id);
@@ -311,6 +315,24 @@ mod tests {
 
     fn names(outcome: &Outcome) -> Vec<(&str, Status)> {
         outcome.tools.iter().map(|tool| (&*tool.name, tool.status)).collect()
+    }
+
+    #[test]
+    fn usage_after_the_last_result_is_unreported() {
+        let init = r#"{"type":"system","subtype":"init","session_id":"c","model":"m"}"#;
+        let message =
+            r#"{"type":"assistant","message":{"id":"1","content":[],"usage":{"input_tokens":900000}}}"#;
+        let result = r#"{"type":"result","subtype":"success","result":"done","total_cost_usd":0.01}"#;
+        let ends_unreported = |lines: &[&str], exit| {
+            let mut claude = Claude::default();
+            lines.iter().for_each(|line| drop(claude.parse_line(0, line)));
+            claude.finish(1, exit, "").has_unreported_usage
+        };
+        assert!(ends_unreported(&[init], Exit::Code(1)));
+        assert!(ends_unreported(&[init, message], Exit::Code(1)));
+        assert!(ends_unreported(&[init, message, result, init, message], Exit::Code(0)));
+        assert!(!ends_unreported(&[init, message, result], Exit::Code(0)));
+        assert!(!ends_unreported(&[], Exit::Code(1)), "it did not start");
     }
 
     #[test]

@@ -87,6 +87,7 @@ struct Message {
 pub struct Codex {
     run: Run,
     is_done: bool,
+    has_session_usage: bool,
     failed: Option<DispatchError>,
 }
 
@@ -125,6 +126,7 @@ impl Adapter for Codex {
         (self.run.tokens_in, self.run.tokens_out) = (usage.tokens_in, usage.tokens_out);
         self.run.tokens_cached = usage.tokens_cached;
         self.run.model = usage.model;
+        self.has_session_usage = true;
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
@@ -133,6 +135,8 @@ impl Adapter for Codex {
             (Some(failed), _) => Some(failed),
             _ => Some(exit_failure(exit, stderr_tail)),
         };
+        let is_started = self.run.conversation_id.is_some();
+        self.run.has_unreported_usage = is_started && !self.is_done && !self.has_session_usage;
         self.run.outcome(at_ms, error)
     }
 }

@@ -86,6 +86,8 @@ pub struct Outcome {
     pub tokens_cached: u64,
     /// `None` if the program reports no cost.
     pub cost: Option<Dollars>,
+    /// Whether the model worked after the last usage or cost that the program reported.
+    pub has_unreported_usage: bool,
     pub tools: Vec<Tool>,
     pub status: Status,
     pub error: Option<DispatchError>,

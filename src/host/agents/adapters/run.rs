@@ -14,6 +14,7 @@ pub struct Run {
     pub tokens_out: u64,
     pub tokens_cached: u64,
     pub cost: Option<Dollars>,
+    pub has_unreported_usage: bool,
     pub tools: Tools,
     pub text: Option<String>,
 }
@@ -50,6 +51,7 @@ impl Run {
             tokens_out: run.tokens_out,
             tokens_cached: run.tokens_cached,
             cost: run.cost,
+            has_unreported_usage: run.has_unreported_usage,
             tools: run.tools.into_all(),
             status: if error.is_some() { Status::Error } else { Status::Success },
             error,

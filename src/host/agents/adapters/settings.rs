@@ -137,12 +137,15 @@ impl AgentSettings {
         outcome.cost.or_else(priced)
     }
 
-    /// Whether a run that was cut off has reported what [`Self::cost`] needs: its cost or tokens, or a free model.
-    pub fn has_usage(&self, outcome: &Outcome) -> bool {
+    /// Whether a run has reported its cost or tokens.
+    pub fn has_usage(outcome: &Outcome) -> bool {
+        outcome.cost.is_some() || outcome.tokens_in + outcome.tokens_out > 0
+    }
+
+    /// Whether the model that ran is free.
+    pub fn is_free(&self, outcome: &Outcome) -> bool {
         let price = outcome.model.as_ref().and_then(|model| self.prices.get(model));
-        outcome.cost.is_some()
-            || outcome.tokens_in + outcome.tokens_out > 0
-            || price.is_some_and(|price| price.is_free())
+        price.is_some_and(|price| price.is_free())
     }
 }
 
@@ -264,6 +267,7 @@ mod tests {
             tokens_out: 250_000,
             tokens_cached: 800_000,
             cost: None,
+            has_unreported_usage: false,
             tools: Vec::new(),
             status: crate::records::entry::Status::Success,
             error: None,

@@ -78,15 +78,13 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let entry = &dispatch.accepted.entry;
     let model = outcome.model.clone().or_else(|| entry.model.clone());
     let cost = context.settings.cost(&outcome, entry.model.as_deref());
-    let cost = cost.filter(|_| !is_cut_off || context.settings.has_usage(&outcome));
-    if is_cut_off && cost.is_none() {
-        let reserved = dispatch.reserved();
+    if let Some(estimate) = estimate(context.settings, &outcome, cost, is_cut_off, dispatch.reserved()) {
         context.kernel.note(&format!(
-            "dispatch {}: it was ended before it reported its cost; it counts as {reserved}, its reservation",
+            "dispatch {}: it ended before it reported all of its cost; it counts as {estimate}, with its reservation",
             dispatch.id()
         ));
         let text = outcome.text.clone();
-        let ended = interaction(dispatch, outcome, model, reserved, begun.elapsed());
+        let ended = interaction(dispatch, outcome, model, estimate, begun.elapsed());
         return (Interaction { cost_estimated: true, ..ended }, text);
     }
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
@@ -98,6 +96,28 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     }
     let text = outcome.text.clone();
     (interaction(dispatch, outcome, model, cost.unwrap_or_default(), begun.elapsed()), text)
+}
+
+/// The amount that counts if the program may have used more than it reported; `None` if it reported its usage.
+fn estimate(
+    settings: &AgentSettings,
+    outcome: &Outcome,
+    cost: Option<Dollars>,
+    is_cut_off: bool,
+    reserved: Dollars,
+) -> Option<Dollars> {
+    if settings.is_free(outcome) {
+        return None;
+    }
+    match (outcome.has_unreported_usage, outcome.cost) {
+        // The reported cost is of earlier turns.
+        (true, Some(reported)) => Some(reported + reserved),
+        // The tokens seen so far omit the output.
+        (true, None) => Some(cost.unwrap_or_default().max(reserved)),
+        (false, _) => {
+            (is_cut_off && (cost.is_none() || !AgentSettings::has_usage(outcome))).then_some(reserved)
+        }
+    }
 }
 
 /// The interaction of a dispatch that ended without a run.
@@ -135,6 +155,7 @@ fn failed_outcome(name: &str, message: String) -> Outcome {
         tokens_out: 0,
         tokens_cached: 0,
         cost: None,
+        has_unreported_usage: false,
         tools: Vec::new(),
         status: Status::Error,
         error: Some(failed(name, message)),
@@ -445,4 +466,31 @@ impl<'a> Run<'a> {
 pub fn elapsed_ms(started_at: Option<Timestamp>, now: Timestamp) -> u64 {
     let elapsed = started_at.map_or(0, |at| now.as_millisecond().saturating_sub(at.as_millisecond()));
     u64::try_from(elapsed).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn estimate_adds_the_reservation_to_what_was_reported() {
+        let settings = AgentSettings::default();
+        let dollars = |cents: u64| Dollars::from_nanos(cents * 10_000_000);
+        let reserved = dollars(200);
+        let outcome = |has_unreported_usage, cost: Option<u64>| Outcome {
+            has_unreported_usage,
+            cost: cost.map(dollars),
+            ..failed_outcome("ExitCode", String::new())
+        };
+        let estimate = |outcome: &Outcome, cost, is_cut_off| {
+            estimate(&settings, outcome, outcome.cost.or(cost), is_cut_off, reserved)
+        };
+        // The agent ended by itself, so that it may choose its exit code.
+        assert_eq!(estimate(&outcome(true, None), None, false), Some(reserved));
+        assert_eq!(estimate(&outcome(true, None), Some(dollars(300)), false), Some(dollars(300)));
+        assert_eq!(estimate(&outcome(true, Some(1)), None, false), Some(dollars(201)));
+        assert_eq!(estimate(&outcome(false, Some(1)), None, true), None);
+        assert_eq!(estimate(&outcome(false, None), None, true), Some(reserved));
+        assert_eq!(estimate(&outcome(false, None), None, false), None);
+    }
 }
