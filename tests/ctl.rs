@@ -349,6 +349,14 @@ async fn rollout_without_id_is_the_open_one_or_the_latest_to_show() {
         assert_eq!(output.status.code(), Some(65));
         assert!(stderr(&output).contains(why) && stderr(&output).contains("next:"), "{}", stderr(&output));
     }
+    let platform = Platform::start([one(MACHINE, "running")]).await;
+    let args = ["deploy", "start", "v2", "--except", "ada", "--except", "bob"];
+    let output = platform.svcctl(&args).await;
+    assert!(stderr(&output).contains("Every running machine except ada, bob gets"), "{}", stderr(&output));
+    let output = platform.svcctl(&[&args[..], &["--yes"]].concat()).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    let sent: Value = serde_json::from_str(&platform.seen()[0].body).unwrap();
+    assert_eq!(sent, json!({"imageVersion": "v2", "except": ["ada", "bob"]}));
     let platform = Platform::start([page(&[open])]).await;
     let output = platform.svcctl(&["deploy", "list"]).await;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

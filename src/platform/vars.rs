@@ -121,7 +121,8 @@ svc_base::variables! {
         /// Provisioning needs a subscription.
         BILLING_ENFORCEMENT: "flag" = "true";
         /// A provision that adds a customer must confirm the monthly cost and the customer's consent
-        /// (`confirmedMonthlyCost`, `confirmedOptIn`). `svcctl provision` always sends both.
+        /// (`confirmedMonthlyCost`, `confirmedOptIn`). One that replaces a failed machine by one of another server type
+        /// must confirm the cost. `svcctl provision` always sends them.
         PROVISION_CONFIRMATION: "flag" = "false";
         /// Name of this environment, such as `production`. `svcctl provision` shows it before it changes anything.
         PLATFORM_ENVIRONMENT: "text of at most 64 characters" = unset;
@@ -144,7 +145,7 @@ svc_base::variables! {
         /// `svcctl provision` shows it.
         PROVIDER_PROJECT: "text of at most 64 characters" = unset;
         /// The project's limit of servers, which the provider's API does not report. A provision that would exceed
-        /// it is refused.
+        /// it is refused. A replaced machine keeps its server for a while: one replacement for each slot may exceed it.
         PROVIDER_SERVER_LIMIT: "number" = unset;
         /// Type of a machine if the request names none.
         PROVIDER_SERVER_TYPE: "server type" = "cpx22";

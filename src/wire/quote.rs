@@ -106,6 +106,10 @@ pub struct ProvisionQuote {
     /// Whether the provision would add a customer, whose cost and consent an operator confirms.
     #[serde(default)]
     pub adds_customer: bool,
+    /// Whether an operator confirms `monthlyCost`: the provision would add a customer, or replace a customer's machine by
+    /// one of another server type. Older platforms omit it.
+    #[serde(default)]
+    pub needs_cost_confirmation: bool,
     /// With value-added tax, in the most expensive of the possible locations: the text of `confirmedMonthlyCost`.
     /// `null` if no server would be created, or if its price cannot be read and need not be confirmed.
     pub monthly_cost: Option<Text<Price>>,

@@ -137,6 +137,31 @@ async fn machine_of_a_known_customer_needs_no_confirmation() {
 }
 
 #[tokio::test]
+async fn replacement_of_another_server_type_needs_the_cost_only() {
+    let mut replacement = quote();
+    (replacement["addsCustomer"], replacement["needsCostConfirmation"]) = (json!(false), json!(true));
+    replacement["existing"] = json!({"machineId": MACHINE, "status": "failed"});
+    replacement["servers"] = json!(25);
+    let replies = || [Reply::Json(200, replacement.clone()), accepted()];
+    let provision = ["provision", "user_1", "--handle", "ada"];
+    let platform = Platform::start(replies()).await;
+    let output = platform.svcctl(&provision).await;
+    assert_eq!(output.status.code(), Some(64), "{}", stderr(&output));
+    for part in ["one of another server type, at 10.1031 EUR a month", "add --confirm-cost to confirm"] {
+        assert!(stderr(&output).contains(part), "{part}: {}", stderr(&output));
+    }
+    assert!(sent(&platform).is_empty());
+
+    let platform = Platform::start(replies()).await;
+    let output = on_terminal(&platform, &provision, "yes\n", &[]).await;
+    assert!(output.status.success(), "{}", printed(&output));
+    assert!(printed(&output).contains("25 of 25 servers; the replacement"), "{}", printed(&output));
+    let body = json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada",
+                      "confirmedMonthlyCost": "10.1031 EUR"});
+    assert_eq!(sent(&platform), [body]);
+}
+
+#[tokio::test]
 async fn refusal_of_the_quote_ends_the_command_before_any_question() {
     for (status, code, exit) in [
         (402, "subscription_required", 65),

@@ -112,6 +112,38 @@ async fn new_customer_needs_both_confirmations_if_they_are_required() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn replacement_of_another_server_type_needs_its_cost_confirmed() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("PROVISION_CONFIRMATION", "true")]);
+    stack.subscribe(&process, "user_1").await;
+    let post = async |path: &str, body: &Value| stack.post(&process, path, body).await;
+    let first = post(PROVISION, &confirmed("user_1", COST)).await;
+    let path = format!("/vps/{}/fail", first.body["machineId"].as_str().unwrap());
+    assert_eq!(post(&path, &json!({"reason": "test"})).await.status, 200);
+
+    let quote = post(QUOTE, &provision_body("user_1")).await.body;
+    assert_eq!((&quote["addsCustomer"], &quote["needsCostConfirmation"]), (&json!(false), &json!(false)));
+    let mut larger = provision_body("user_1");
+    larger["serverType"] = json!("cpx32");
+    let quote = post(QUOTE, &larger).await.body;
+    assert_eq!((&quote["addsCustomer"], &quote["needsCostConfirmation"]), (&json!(false), &json!(true)));
+    let cost = quote["monthlyCost"].clone();
+    assert!(cost.is_string() && cost != COST, "{quote}");
+    let refused = post(PROVISION, &larger).await;
+    refused.assert_problem(428, "confirmation_required");
+    assert_eq!(refused.body["missing"], json!(["confirmedMonthlyCost"]));
+    larger["confirmedMonthlyCost"] = json!(COST);
+    let refused = post(PROVISION, &larger).await;
+    refused.assert_problem(409, "price_changed");
+    assert_eq!(refused.body["monthlyCost"], cost);
+    assert_eq!(machines(&stack, &process).await, 1);
+    larger["confirmedMonthlyCost"] = cost.clone();
+    assert_eq!(post(PROVISION, &larger).await.status, 202);
+    let recorded = json!({"monthlyCost": cost, "optIn": false});
+    assert_eq!(audited(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn price_that_changed_since_it_was_shown_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform();

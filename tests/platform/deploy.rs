@@ -4,6 +4,7 @@ use kit::bundle::{Manifest, SigningKey};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
+use super::rollout_order::set_test_slot;
 use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, heartbeat_of};
 
 pub const NEXT: &str = "v2";
@@ -62,7 +63,10 @@ impl Fleet {
         let process = stack.start_platform_with(&more);
         let mut guests = Vec::new();
         for n in 0..machines {
-            let guest = stack.start_machine(&process, &format!("user_{n}")).await;
+            let user = format!("user_{n}");
+            let guest = stack.start_machine(&process, &user).await;
+            // A rollout updates machines of test slots in the order of their ids.
+            set_test_slot(&stack, &process, &user, true).await;
             stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
             guests.push(guest);
         }
@@ -70,7 +74,7 @@ impl Fleet {
     }
 
     /// Starts a rollout without a verification, which hosts that the test plays cannot pass.
-    async fn deploy(&self, more: &Value) -> Value {
+    pub async fn deploy(&self, more: &Value) -> Value {
         let mut body = json!({"imageVersion": NEXT, "verify": false});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         let response = self.stack.post(&self.process, "/vps/deploy", &body).await;
@@ -91,7 +95,7 @@ impl Fleet {
         self.stack.send_heartbeat(&self.process, guest, &heartbeat_of(guest)).await.body["desiredImageVersion"].clone()
     }
 
-    async fn wait_until_requested(&self, guest: usize) {
+    pub async fn wait_until_requested(&self, guest: usize) {
         self.stack
             .eventually("the update is requested", || async {
                 (self.desired(guest).await == NEXT).then_some(())
@@ -99,7 +103,7 @@ impl Fleet {
             .await;
     }
 
-    async fn report(&self, guest: usize, version: &str, outcome: &str) {
+    pub async fn report(&self, guest: usize, version: &str, outcome: &str) {
         let guest = &self.guests[guest];
         let mut beat = heartbeat_of(guest);
         beat["imageVersion"] = json!(version);
@@ -113,7 +117,7 @@ impl Fleet {
         self.stack.get(&self.process, &path).await.body
     }
 
-    async fn until_state(&self, rollout: &Value, state: &str) -> Value {
+    pub async fn until_state(&self, rollout: &Value, state: &str) -> Value {
         self.stack
             .eventually(state, || async {
                 let now = self.rollout_state(rollout).await;
@@ -122,7 +126,7 @@ impl Fleet {
             .await
     }
 
-    async fn post_action(&self, rollout: &Value, word: &str) -> super::stack::ApiResponse {
+    pub async fn post_action(&self, rollout: &Value, word: &str) -> super::stack::ApiResponse {
         let path = format!("/vps/deploy/{}/{word}", rollout["rolloutId"].as_str().unwrap());
         self.stack.post(&self.process, &path, &json!({})).await
     }

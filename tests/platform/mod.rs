@@ -49,6 +49,7 @@ mod resize_failures;
 mod restored_database;
 mod resume;
 mod retention;
+mod rollout_order;
 mod running_hosts;
 mod server_quota;
 mod several;

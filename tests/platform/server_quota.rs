@@ -52,6 +52,56 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn repeated_replacement_beyond_the_limit_is_refused() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "2")]);
+    let first = stack.start_machine(&process, "user_1").await;
+    let other = stack.start_machine(&process, "user_2").await;
+    let replacement = |user: &str| {
+        let mut body = provision_body(user);
+        (body["allowEmpty"], body["acceptLoss"]) = (json!(true), json!(true));
+        body
+    };
+    let fail = async |machine: &str| {
+        let failed = stack.post(&process, &format!("/vps/{machine}/fail"), &json!({"reason": "test"})).await;
+        assert_eq!(failed.status, 200, "{failed:?}");
+    };
+    fail(&first.machine).await;
+    let second = stack.post(&process, PROVISION, &replacement("user_1")).await;
+    assert_eq!(second.status, 202, "{second:?}");
+    // Its failure gives the slot back to the first machine, but its own server exists.
+    let second = second.body["machineId"].as_str().unwrap();
+    stack.wait_for_guest(&process, second).await;
+    fail(second).await;
+    let recovery = json!({"idpUserId": "user_1", "allowEmpty": true, "acceptLoss": true});
+    for (path, body) in [
+        (PROVISION, replacement("user_1")),
+        ("/vps/provision/quote", replacement("user_1")),
+        ("/vps/recover", recovery),
+    ] {
+        let refused = stack.post(&process, path, &body).await;
+        refused.assert_problem(409, "server_limit_reached");
+        assert_eq!(refused.body["otherMachines"], json!([second]), "{path}");
+        assert!(refused.body["detail"].as_str().unwrap().contains(second), "{path}: {refused:?}");
+    }
+    assert_eq!(stack.provider.servers().len(), 3);
+
+    // Another slot has its own replacement.
+    fail(&other.machine).await;
+    let replaced = stack.post(&process, PROVISION, &replacement("user_2")).await;
+    assert_eq!(replaced.status, 202, "{replaced:?}");
+    // The place of a discarded server is free again.
+    let path = format!("/vps/{second}/discard");
+    let discarded = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(discarded.status, 202, "{discarded:?}");
+    let fits = || async {
+        let again = stack.post(&process, PROVISION, &replacement("user_1")).await;
+        (again.status == 202).then_some(())
+    };
+    stack.eventually("the slot gets its replacement", fits).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn refusal_of_the_provider_closes_provisioning_until_an_order_is_accepted() {
     let stack = Stack::start_on(|_| SimulatorOptions { server_limit: 1, ..SimulatorOptions::record() }).await;
     let process = stack.start_platform();

@@ -55,7 +55,10 @@ pub struct Start {
     /// Only the machines with this handle; repeatable
     #[arg(long = "handle", value_name = "HANDLE")]
     pub handles: Vec<Handle>,
-    /// Number of canaries, which are updated first [default: 1]
+    /// Not the machines with this handle; repeatable
+    #[arg(long, value_name = "HANDLE")]
+    pub except: Vec<Handle>,
+    /// Number of canaries, which are updated first: machines of test slots if there are any, or else random ones [default: 1]
     #[arg(long, value_name = "MACHINES", value_parser = clap::value_parser!(u64).range(0..=1000))]
     pub canary: Option<u64>,
     /// Machines per batch [default: 10]

@@ -126,8 +126,8 @@ pub struct Provision {
     /// Start empty although an earlier machine of the slot served and left no snapshot: its data is abandoned
     #[arg(long)]
     pub allow_empty: bool,
-    /// Accept the monthly cost of a new customer's server without a prompt, up to a limit such as '12.00 EUR' if one is
-    /// given
+    /// Accept the monthly cost of a new customer's server, or of another server type than that of the replaced machine,
+    /// without a prompt, up to a limit such as '12.00 EUR' if one is given
     #[arg(long, value_name = "LIMIT", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub confirm_cost: Option<CostLimit>,
     /// Confirm that a new customer has explicitly opted in, without a prompt

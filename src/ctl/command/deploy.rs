@@ -16,6 +16,7 @@ use crate::progress::Progress;
 use crate::show::deploy::{list, machine_line, progress as rollout_progress, show};
 use crate::wait;
 use svc_base::applet::{Exit, Failure};
+use svc_machine::name::Handle;
 use svc_wire::rollout::{Rollout, RolloutList};
 
 pub async fn run(api: &ApiClient, command: DeployCommand, out: &Out) -> Result<(), Failure> {
@@ -65,7 +66,9 @@ async fn find(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Resu
 async fn start(api: &ApiClient, args: Start, out: &Out) -> Result<(), Failure> {
     // Naming machines explicitly needs no confirmation.
     if args.handles.is_empty() {
-        let what = format!("Every running machine gets the release {}.", args.version);
+        let except: Vec<_> = args.except.iter().map(Handle::as_str).collect();
+        let except = if except.is_empty() { String::new() } else { format!(" except {}", except.join(", ")) };
+        let what = format!("Every running machine{except} gets the release {}.", args.version);
         if confirm::is_required(&what, args.yes)? {
             let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.read()?;
             let running = &fleet["totals"]["byStatus"]["running"];
@@ -75,6 +78,9 @@ async fn start(api: &ApiClient, args: Start, out: &Out) -> Result<(), Failure> {
     let mut body = json!({"imageVersion": args.version});
     if !args.handles.is_empty() {
         body["handles"] = json!(args.handles);
+    }
+    if !args.except.is_empty() {
+        body["except"] = json!(args.except);
     }
     for (name, value) in
         [("canary", args.canary), ("batchSize", args.batch_size), ("maxFailures", args.max_failures)]

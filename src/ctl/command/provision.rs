@@ -39,9 +39,9 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Fail
     }
     let quote: Option<ProvisionQuote> = quote.map(|response| response.read()).transpose()?;
     confirm_customer(&args, quote.as_ref())?;
-    if let Some(quote) = quote.as_ref().filter(|quote| quote.adds_customer) {
+    if let Some(quote) = quote.as_ref().filter(|quote| needs_cost_confirmation(quote)) {
         insert(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());
-        body.insert("confirmedOptIn".to_owned(), true.into());
+        allow(&mut body, "confirmedOptIn", quote.adds_customer);
     }
     let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
     print_outcome::<ProvisionedMachine>(api, response, args.wait, out).await
@@ -76,22 +76,34 @@ async fn quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiR
     }
 }
 
-/// Asks for the confirmations that no option gives, if the provision adds a customer.
+/// An older platform reports only whether the provision adds a customer.
+fn needs_cost_confirmation(quote: &ProvisionQuote) -> bool {
+    quote.adds_customer || quote.needs_cost_confirmation
+}
+
+/// Asks for the confirmations that no option gives, if the provision adds a customer or changes the server type of one.
 fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
     let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
-    if !adds_customer {
+    if !adds_customer && !quote.is_some_and(needs_cost_confirmation) {
         return Ok(());
     }
     let price = match quote {
         Some(quote) => shown::cost(quote),
         None => "a cost that this platform's release does not report".to_owned(),
     };
-    let what = format!("This adds the customer {} (slot {}), at {price}.", args.user, args.slot);
+    let what = if adds_customer {
+        format!("This adds the customer {} (slot {}), at {price}.", args.user, args.slot)
+    } else {
+        format!(
+            "This replaces the machine of {} (slot {}) by one of another server type, at {price}.",
+            args.user, args.slot
+        )
+    };
     let accepted = args.confirm_cost.as_ref();
     if let Some(CostLimit::AtMost(limit)) = accepted {
         check_cost(&what, quote.and_then(|quote| quote.monthly_cost.as_ref()), limit)?;
     }
-    let (cost, opt_in) = (accepted.is_none(), !args.confirm_opt_in);
+    let (cost, opt_in) = (accepted.is_none(), adds_customer && !args.confirm_opt_in);
     let missing: Vec<_> = [("--confirm-cost", cost), ("--confirm-opt-in", opt_in)]
         .into_iter()
         .filter_map(|(option, is_missing)| is_missing.then_some(option))

@@ -91,7 +91,14 @@ fn location_cost(cost: &LocationCost) -> String {
 fn quota(quote: &ProvisionQuote) -> String {
     match (quote.servers, quote.server_limit) {
         (None, _) => String::new(),
-        (Some(servers), Some(limit)) => format!("{servers} of {limit} servers; one more fits"),
+        (Some(servers), Some(limit)) if servers < limit => {
+            format!("{servers} of {limit} servers; one more fits")
+        }
+        (Some(servers), Some(limit)) => {
+            format!(
+                "{servers} of {limit} servers; the replacement of a failed machine may exceed the limit by one"
+            )
+        }
         (Some(servers), None) => format!(
             "{servers} servers; the limit is not known: check it at the provider, and set PROVIDER_SERVER_LIMIT"
         ),

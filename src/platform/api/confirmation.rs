@@ -1,4 +1,5 @@
-//! What an operator confirms before a customer is added: the monthly cost, and the customer's consent.
+//! What an operator confirms before a customer is added: the monthly cost, and the customer's consent. A machine that
+//! replaces one of another server type has another cost, which is confirmed, too.
 
 use serde_json::{Value, json};
 
@@ -10,6 +11,16 @@ use svc_wire::quote::Price;
 
 const COST: &str = "confirmedMonthlyCost";
 const OPT_IN: &str = "confirmedOptIn";
+
+/// What a provision has to confirm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Confirmed {
+    Nothing,
+    /// A known customer gets another server type.
+    Cost,
+    /// A customer is added.
+    CostAndConsent,
+}
 
 /// The confirmations of a request.
 #[derive(Debug, Clone, Default)]
@@ -31,18 +42,23 @@ impl Confirmation {
     }
 
     /// # Errors
-    /// `confirmation_required` if the platform requires both, and one is missing.
-    pub fn check_complete(&self, required: Flag) -> Result<(), Problem> {
-        let missing: Vec<_> = [(COST, self.monthly_cost.is_some()), (OPT_IN, self.opt_in)]
+    /// `confirmation_required` if the platform requires them, and one is missing.
+    pub fn check_complete(&self, confirmed: Confirmed, required: Flag) -> Result<(), Problem> {
+        let lacks_cost = confirmed != Confirmed::Nothing && self.monthly_cost.is_none();
+        let lacks_consent = confirmed == Confirmed::CostAndConsent && !self.opt_in;
+        let missing: Vec<_> = [(COST, lacks_cost), (OPT_IN, lacks_consent)]
             .into_iter()
-            .filter_map(|(name, is_given)| (!is_given).then_some(name))
+            .filter_map(|(name, is_missing)| is_missing.then_some(name))
             .collect();
         if !required.is_on() || missing.is_empty() {
             return Ok(());
         }
+        let what = match confirmed {
+            Confirmed::Cost => "The cost of another server type than that of the replaced machine",
+            Confirmed::Nothing | Confirmed::CostAndConsent => "A new customer's cost and consent",
+        };
         let detail = format!(
-            "A new customer's cost and consent must be confirmed: {} is missing. POST /vps/provision/quote returns \
-             the cost.",
+            "{what} must be confirmed: {} is missing. POST /vps/provision/quote returns the cost.",
             missing.join(" and ")
         );
         Err(Problem::new(Code::ConfirmationRequired, detail).with("missing", json!(missing)))
@@ -74,15 +90,20 @@ mod tests {
     #[test]
     fn incomplete_confirmation_is_refused_only_where_required() {
         let cost: Price = "9.50 EUR".parse().unwrap();
-        for (monthly_cost, opt_in, is_complete) in [
-            (None, false, false),
-            (Some(cost.clone()), false, false),
-            (None, true, false),
-            (Some(cost), true, true),
+        for (monthly_cost, opt_in, adds, replaces) in [
+            (None, false, false, false),
+            (Some(cost.clone()), false, false, true),
+            (None, true, false, false),
+            (Some(cost), true, true, true),
         ] {
             let confirmation = Confirmation { monthly_cost, opt_in };
-            assert!(confirmation.check_complete(Flag::Off).is_ok());
-            assert_eq!(confirmation.check_complete(Flag::On).is_ok(), is_complete, "{confirmation:?}");
+            for (confirmed, is_complete) in
+                [(Confirmed::CostAndConsent, adds), (Confirmed::Cost, replaces), (Confirmed::Nothing, true)]
+            {
+                assert!(confirmation.check_complete(confirmed, Flag::Off).is_ok());
+                let checked = confirmation.check_complete(confirmed, Flag::On);
+                assert_eq!(checked.is_ok(), is_complete, "{confirmed:?} {confirmation:?}");
+            }
         }
     }
 }

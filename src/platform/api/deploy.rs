@@ -43,6 +43,8 @@ const DEFAULT_MAX_FAILURES: u64 = 1;
 struct RolloutRequest {
     version: ImageVersion,
     handles: Option<Vec<Handle>>,
+    /// Handles of machines that it does not reach.
+    except: Vec<Handle>,
     canary: u64,
     batch_size: u64,
     max_failures: u64,
@@ -65,11 +67,10 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
 
 fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let version = fields.required("imageVersion");
-    let has_handles = fields.has("handles");
-    let texts = fields.strings("handles", MAX_HANDLES);
-    let handles: Result<Vec<Handle>, _> = texts.iter().map(|text| text.parse()).collect();
-    if has_handles && (texts.is_empty() || handles.is_err()) {
-        fields.wrong("handles", "must contain at least one handle, and only valid handles");
+    let handles = read_handles(&mut fields, "handles");
+    let except = read_handles(&mut fields, "except").unwrap_or_default();
+    if let Some(both) = handles.iter().flatten().find(|handle| except.contains(handle)) {
+        fields.wrong("except", format!("must not contain {both}, which is also in `handles`"));
     }
     let mut number = |name: &str, min: u64, default: u64| {
         let number = fields.optional_number(name).unwrap_or(default);
@@ -82,10 +83,29 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let batch_size = number("batchSize", 1, DEFAULT_BATCH_SIZE);
     let max_failures = number("maxFailures", 1, DEFAULT_MAX_FAILURES);
     let verify = fields.boolean("verify").unwrap_or(true);
-    let handles = handles.ok().filter(|_| has_handles);
-    let built =
-        version.map(|version| RolloutRequest { version, handles, canary, batch_size, max_failures, verify });
+    let built = version.map(|version| RolloutRequest {
+        version,
+        handles,
+        except,
+        canary,
+        batch_size,
+        max_failures,
+        verify,
+    });
     fields.finish(built)
+}
+
+/// A list of handles, if the field is present.
+fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
+    if !fields.has(name) {
+        return None;
+    }
+    let texts = fields.strings(name, MAX_HANDLES);
+    let handles: Result<Vec<Handle>, _> = texts.iter().map(|text| text.parse()).collect();
+    if texts.is_empty() || handles.is_err() {
+        fields.wrong(name, "must contain at least one handle, and only valid handles");
+    }
+    handles.ok()
 }
 
 /// Rejects a release that hosts would refuse, because its manifest is missing or not signed with a trusted key.
@@ -114,8 +134,10 @@ async fn create_rollout(
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let rollout = json!(resource::rollout::with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
+            let mut after = rollout;
+            after["except"] = json!(request.except.iter().map(Handle::as_str).collect::<Vec<_>>());
             let change =
-                AuditChange { action: "deploy", target: id.to_string(), before: None, after: Some(rollout) };
+                AuditChange { action: "deploy", target: id.to_string(), before: None, after: Some(after) };
             Ok(Effect::changed(reply, change))
         })
         .await?;
@@ -128,7 +150,14 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         let problem = Problem::new(Code::Conflict, format!("Rollout {} is already running.", open.id));
         return Err(problem.with("rolloutId", json!(open.id)));
     }
-    let reachable = rollouts::list_reachable_machines(tx, request.handles.as_deref()).await?;
+    for handle in &request.except {
+        // A mistyped handle would update the machine that it should leave out.
+        if db::machines::find_by_handle(tx, handle).await?.is_none() {
+            return Err(problems::machine_not_found(handle.as_str()));
+        }
+    }
+    let handles = request.handles.as_deref();
+    let reachable = rollouts::list_reachable_machines(tx, handles, &request.except).await?;
     for handle in request.handles.iter().flatten() {
         if !reachable.iter().any(|(_, of)| of == handle.as_str()) {
             return Err(unreachable_target(tx, handle).await?);
@@ -317,11 +346,13 @@ pub static START: Endpoint = Endpoint {
 
 fn request_schema() -> Value {
     let number = |min: u64| json!({ "type": "integer", "minimum": min, "maximum": MAX_COUNT });
-    let handles = json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MAX_HANDLES });
+    let handles =
+        || json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MAX_HANDLES });
     fields(
         &[("imageVersion", image_version())],
         &[
-            ("handles", handles),
+            ("handles", handles()),
+            ("except", handles()),
             ("canary", number(0)),
             ("batchSize", number(1)),
             ("maxFailures", number(1)),

@@ -9,7 +9,7 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::ApiCall;
-use super::confirmation::Confirmation;
+use super::confirmation::{Confirmation, Confirmed};
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, documented_json, fallback_locations,
     handle_name, idp_user_id, image_version, kind, location, server_type, slot_name,
@@ -17,8 +17,7 @@ use super::endpoint::{
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
-use super::server_quota::{self, ListedServers};
-use super::{entitlement, problems, restorable};
+use super::{entitlement, problems, restorable, server_quota};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
@@ -31,7 +30,7 @@ use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Event, RestoreMode};
-use svc_machine::id::OperationId;
+use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::operation::OperationOptions;
 use svc_machine::plan::Plan;
@@ -62,6 +61,16 @@ impl ProvisionRequest {
     /// Whether it adds a customer. A failed machine is replaced for a customer who was added before.
     pub fn adds_customer(&self, existing: Option<&MachineRow>) -> bool {
         self.kind == MachineKind::Customer && existing.is_none()
+    }
+
+    /// What it has to confirm. `existing` is the slot's machine, which it replaces if that has failed.
+    pub fn confirmed(&self, existing: Option<&MachineRow>) -> Confirmed {
+        match existing {
+            _ if self.kind != MachineKind::Customer => Confirmed::Nothing,
+            None => Confirmed::CostAndConsent,
+            Some(failed) if has_failed(failed) && failed.server_type != self.server_type => Confirmed::Cost,
+            Some(_) => Confirmed::Nothing,
+        }
     }
 }
 
@@ -120,10 +129,8 @@ async fn provision(
     // Before the transaction, so that no row or session is held during requests to the store.
     let plan = if existing.as_ref().is_none_or(has_failed) {
         let plan = prepare(platform, request, existing.as_ref()).await?;
-        if request.adds_customer(existing.as_ref()) {
-            check_confirmation(platform, request).await?;
-        }
-        Some(plan)
+        check_confirmation(platform, request, request.confirmed(existing.as_ref())).await?;
+        Some((plan, server_quota::count_for_limit(platform).await?))
     } else {
         None
     };
@@ -135,17 +142,16 @@ async fn provision(
             let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
             return Ok(Effect::unchanged(reply));
         }
-        let Some(plan) = plan else {
+        // What must be confirmed was decided for the former state.
+        let replaced = existing.as_ref().map(|failed| failed.id);
+        let Some((plan, listed)) = plan.filter(|(plan, _)| plan.replaces == replaced) else {
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
         };
-        // Whether confirmations are needed was decided for the former state.
-        if existing.is_some() != plan.replaces {
-            return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
-        }
         if let Some(failed) = &existing {
             restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
+            server_quota::ensure_room_for_replacement(platform, tx, listed, failed).await?;
         } else {
-            server_quota::ensure_room(platform, tx, plan.listed).await?;
+            server_quota::ensure_room(platform, tx, listed).await?;
         }
         let owner = db::slots::claim_handle(tx, &request.handle, &request.user).await?;
         if owner != request.user.as_str() {
@@ -176,10 +182,8 @@ struct ProvisionPlan {
     restore: RestoreMode,
     /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
-    /// It replaces a failed machine.
-    replaces: bool,
-    /// `None` if there is no limit, or it is not checked.
-    listed: Option<ListedServers>,
+    /// The failed machine that it replaces.
+    replaces: Option<MachineId>,
 }
 
 async fn prepare(
@@ -199,10 +203,8 @@ async fn prepare(
     let accepted = request.options.accept_loss && starts_as_requested;
     restorable::ensure_no_unknown_holder(platform, slot_key, existing, accepted).await?;
     let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
-    let replaces = existing.is_some();
-    // A customer's failed machine is replaced even where no other server fits: its server is deleted afterwards.
-    let listed = if replaces { None } else { server_quota::count_for_limit(platform).await? };
-    Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces, listed })
+    let replaces = existing.map(|failed| failed.id);
+    Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
 /// Makes the checks of a provision that change nothing, and returns the release of the new machine.
@@ -218,11 +220,14 @@ pub async fn check_possible(
     Ok(plan.image_version)
 }
 
-/// Checks what an operator confirms before a customer is added.
-async fn check_confirmation(platform: &Platform, request: &ProvisionRequest) -> Result<(), Problem> {
+async fn check_confirmation(
+    platform: &Platform,
+    request: &ProvisionRequest,
+    confirmed: Confirmed,
+) -> Result<(), Problem> {
     let ProvisionRequest { confirmation, server_type, location, .. } = request;
-    confirmation.check_complete(platform.config.provisioning.confirmation)?;
-    if !confirmation.has_cost() {
+    confirmation.check_complete(confirmed, platform.config.provisioning.confirmation)?;
+    if confirmed == Confirmed::Nothing || !confirmation.has_cost() {
         return Ok(());
     }
     let fallback = request.locations.fallback_for(platform, location);

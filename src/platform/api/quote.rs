@@ -10,6 +10,7 @@ use axum::routing::post;
 use http::Method;
 
 use super::call::ApiCall;
+use super::confirmation::Confirmed;
 use super::endpoint::{Access, Endpoint, OPERATE, OPERATOR, documented_json};
 use super::provision::{self, ProvisionRequest};
 use super::server_quota;
@@ -35,20 +36,22 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
     drop(session);
     let orders_server = existing.as_ref().is_none_or(|machine| machine.status == Status::Failed);
     let adds_customer = request.adds_customer(existing.as_ref());
+    let needs_cost_confirmation = request.confirmed(existing.as_ref()) != Confirmed::Nothing;
     let (mut image_version, mut cost, mut listed) = (None, None, None);
     if orders_server {
         image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
         let read = server_cost::read(platform, &request.server_type, &request.location, &fallback).await;
-        // Only the cost of a new customer is confirmed.
-        cost = if adds_customer { Some(read?) } else { read.ok() };
+        cost = if needs_cost_confirmation { Some(read?) } else { read.ok() };
         listed = Some(server_quota::count_listed(platform).await?);
     }
     let session = platform.db.session().await?;
-    let servers = match listed {
-        None => None,
-        Some(_) if existing.is_some() => Some(server_quota::count_used(&session, listed).await?),
-        Some(_) => Some(server_quota::check_room(platform, &session, listed).await?),
+    let servers = match (listed, &existing) {
+        (None, _) => None,
+        (listed, None) => Some(server_quota::check_room(platform, &session, listed).await?),
+        (listed, Some(failed)) => {
+            Some(server_quota::check_room_for_replacement(platform, &session, listed, failed).await?)
+        }
     };
     let config = &platform.config;
     let subscription = db::slots::find_subscription(&session, &request.user, &request.slot).await?;
@@ -67,6 +70,7 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
         subscription: subscription.as_ref().map(Subscription::from),
         billing_enforced: config.provisioning.billing_enforcement == Flag::On,
         adds_customer,
+        needs_cost_confirmation,
         existing: existing
             .map(|machine| ExistingMachine { machine_id: machine.id.into(), status: machine.status.into() }),
         monthly_cost: cost.as_ref().map(|cost| (&cost.highest).into()),

@@ -19,6 +19,7 @@ use super::endpoint::{
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
+use super::server_quota::{self, ListedServers};
 use super::{entitlement, problems, provision, restorable};
 use crate::context::Platform;
 use crate::copies;
@@ -101,6 +102,8 @@ struct RecoveryPlan {
     server_type: ServerType,
     /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
+    /// `None` if there is no limit.
+    listed: Option<ListedServers>,
 }
 
 async fn prepare(
@@ -132,7 +135,17 @@ async fn prepare(
         None => None,
     };
     let (restore, snapshot) = (initial.restore, initial.key);
-    Ok(RecoveryPlan { restore, snapshot, newer, image_version, bundle_sha256, server_type, epoch_floor })
+    let listed = server_quota::count_for_limit(platform).await?;
+    Ok(RecoveryPlan {
+        restore,
+        snapshot,
+        newer,
+        image_version,
+        bundle_sha256,
+        server_type,
+        epoch_floor,
+        listed,
+    })
 }
 
 async fn recover(
@@ -166,6 +179,7 @@ async fn recover(
             return Err(changed_meanwhile());
         };
         restorable::ensure_not_switched_off(&machine, request.options.accept_loss)?;
+        server_quota::ensure_room_for_replacement(platform, tx, plan.listed, &machine).await?;
         let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
         let wanted = MachineRequest {
             user: machine.user.clone(),
@@ -392,6 +406,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::SnapshotUnusable,
             Code::InvalidState,
             Code::DiskTooSmall,
+            Code::ServerLimitReached,
             Code::SubscriptionRequired,
             Code::ServerTypeNotAllowed,
             Code::BundleNotFound,

@@ -2,12 +2,17 @@
 //!
 //! The provider's API reports a project's servers, but not its limit: the limit is `PROVIDER_SERVER_LIMIT`, or known
 //! for a while after the provider has refused an order because of it.
+//!
+//! A replaced machine keeps its server for a while, so a slot has one server more than usual. That one may exceed the
+//! limit: a full project does not prevent a recovery. It may not twice: a slot that is replaced again and again would get
+//! any number of servers.
 
 use deadpool_postgres::{GenericClient, Transaction};
 use serde_json::json;
 
 use crate::alarms::Alarm;
 use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
 use crate::db::servers::OwnServers;
 use crate::db::{self, DbError};
 use svc_http::problem::{Code, Problem, chain};
@@ -54,7 +59,7 @@ pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServers
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) -> Result<u64, DbError> {
+async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) -> Result<u64, DbError> {
     Ok(used(listed, db::servers::count_own(client).await?))
 }
 
@@ -74,10 +79,29 @@ pub async fn ensure_room(
     tx: &Transaction<'_>,
     listed: Option<ListedServers>,
 ) -> Result<(), Problem> {
-    if platform.config.provider.server_limit.is_some() {
-        db::lock(tx, "provider servers").await?;
-    }
+    lock_orders(platform, tx).await?;
     check_room(platform, tx, listed).await.map(drop)
+}
+
+/// [`ensure_room`] for the replacement of a machine.
+///
+/// # Errors
+/// As [`ensure_room`].
+pub async fn ensure_room_for_replacement(
+    platform: &Platform,
+    tx: &Transaction<'_>,
+    listed: Option<ListedServers>,
+    replaced: &MachineRow,
+) -> Result<(), Problem> {
+    lock_orders(platform, tx).await?;
+    check_room_for_replacement(platform, tx, listed, replaced).await.map(drop)
+}
+
+async fn lock_orders(platform: &Platform, tx: &Transaction<'_>) -> Result<(), DbError> {
+    match platform.config.provider.server_limit {
+        Some(_) => db::lock(tx, "provider servers").await,
+        None => Ok(()),
+    }
 }
 
 /// [`ensure_room`] without its lock, for a request that orders nothing. Returns the number of used servers.
@@ -89,24 +113,59 @@ pub async fn check_room(
     client: &impl GenericClient,
     listed: Option<ListedServers>,
 ) -> Result<u64, Problem> {
+    let (used, shortage) = measure_room(platform, client, listed).await?;
+    shortage.map_or(Ok(used), Err)
+}
+
+/// [`ensure_room_for_replacement`] without its lock, for a request that orders nothing. Returns the number of used
+/// servers.
+///
+/// # Errors
+/// As [`ensure_room`].
+pub async fn check_room_for_replacement(
+    platform: &Platform,
+    client: &impl GenericClient,
+    listed: Option<ListedServers>,
+    replaced: &MachineRow,
+) -> Result<u64, Problem> {
+    let (used, shortage) = measure_room(platform, client, listed).await?;
+    let Some(shortage) = shortage else { return Ok(used) };
+    let others = db::servers::list_others_of_slot(client, replaced).await?;
+    if others.is_empty() {
+        return Ok(used);
+    }
+    let others: Vec<_> = others.iter().map(ToString::to_string).collect();
+    let detail = format!(
+        "{} A replacement may exceed the limit by one server, but the slot still has the servers of other machines \
+         ({}): `svcctl discard <machine>` deletes one before its time.",
+        shortage.detail,
+        others.join(", ")
+    );
+    Err(Problem { detail, ..shortage }.with("otherMachines", json!(others)))
+}
+
+/// The number of used servers and, if no other one fits, the problem.
+async fn measure_room(
+    platform: &Platform,
+    client: &impl GenericClient,
+    listed: Option<ListedServers>,
+) -> Result<(u64, Option<Problem>), DbError> {
+    let used = count_used(client, listed).await?;
     if db::alarms::get(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
         let detail = "The provider has refused a server because of the project's limit: raise the limit at the \
                       provider, or delete unused servers. The alarm provider_limit ends with the next accepted order, or a few minutes \
                       after the last refusal.";
-        return Err(Problem::new(Code::ServerLimitReached, detail));
+        return Ok((used, Some(Problem::new(Code::ServerLimitReached, detail))));
     }
-    let used = count_used(client, listed).await?;
-    match platform.config.provider.server_limit {
-        Some(limit) if used >= limit => {
-            let detail = format!(
-                "The provider's project has {used} servers, ordered ones included, and PROVIDER_SERVER_LIMIT is {limit}."
-            );
-            Err(Problem::new(Code::ServerLimitReached, detail)
-                .with("servers", json!(used))
-                .with("serverLimit", json!(limit)))
-        }
-        _ => Ok(used),
-    }
+    let shortage = platform.config.provider.server_limit.filter(|limit| used >= *limit).map(|limit| {
+        let detail = format!(
+            "The provider's project has {used} servers, ordered ones included, and PROVIDER_SERVER_LIMIT is {limit}."
+        );
+        Problem::new(Code::ServerLimitReached, detail)
+            .with("servers", json!(used))
+            .with("serverLimit", json!(limit))
+    });
+    Ok((used, shortage))
 }
 
 #[cfg(test)]

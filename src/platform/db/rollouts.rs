@@ -140,21 +140,26 @@ pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutR
     query(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Running customers' machines that a rollout would reach: all of them, or those with these handles.
+/// Running machines that a rollout would reach, in the order of its batches: all of them, or those with these handles,
+/// without those of `except`.
+///
+/// A canary stops its rollout, and owners have root: machines of test slots come first, since the operator controls
+/// them. The others are in random order, so that none is the canary each time.
 pub async fn list_reachable_machines(
     client: &impl GenericClient,
     handles: Option<&[Handle]>,
+    except: &[Handle],
 ) -> Result<Vec<(MachineId, String)>, DbError> {
     let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
-    let sql = format!(
-        "SELECT machine_id, handle FROM user_machines WHERE {ACTIVE} AND status = 'running' \
-         AND powered_off_at IS NULL AND ($1::text[] IS NULL OR handle = ANY ($1)) ORDER BY machine_id"
-    );
-    Ok(query(client, &sql, &[&handles])
-        .await?
-        .iter()
-        .map(|row| (MachineId(row.get(0)), row.get(1)))
-        .collect())
+    let except: Vec<&str> = except.iter().map(Handle::as_str).collect();
+    // A machine that is silent would fail as a canary, whatever the release.
+    let sql = "SELECT m.machine_id, m.handle FROM user_machines m LEFT JOIN slots s USING (idp_user_id, slot) \
+               WHERE m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' \
+               AND m.powered_off_at IS NULL AND ($1::text[] IS NULL OR m.handle = ANY ($1)) AND m.handle <> ALL ($2) \
+               ORDER BY coalesce(m.heartbeat_at < clock_timestamp() - interval '2 minutes', true), \
+               CASE WHEN s.is_test THEN m.machine_id END NULLS LAST, random()";
+    let found = query(client, sql, &[&handles, &except]).await?;
+    Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
 /// Timeouts of a host whose update was requested.

@@ -9,6 +9,7 @@ use jiff::Timestamp;
 use tokio_postgres::Row;
 use uuid::Uuid;
 
+use super::machine_row::MachineRow;
 use super::{DbError, execute, query, query_opt};
 use svc_machine::id::MachineId;
 
@@ -37,18 +38,30 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
 #[derive(Debug, Clone, Copy)]
 pub struct OwnServers {
     pub existing: u64,
-    /// Their machines have none yet.
+    /// Their machines have none yet. A machine that failed meanwhile may still get the one that was requested.
     pub ordered: u64,
 }
 
 pub async fn count_own(client: &impl GenericClient) -> Result<OwnServers, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE provider_server_id IS NOT NULL AND server_deleted_at IS NULL), \
-               count(*) FILTER (WHERE provider_server_id IS NULL AND deleted_at IS NULL AND retired_at IS NULL \
-                   AND status IN ('provisioning', 'recovering')) \
+               count(*) FILTER (WHERE provider_server_id IS NULL AND (create_ordered_at IS NOT NULL \
+                   OR deleted_at IS NULL AND retired_at IS NULL AND status IN ('provisioning', 'recovering'))) \
                FROM user_machines WHERE server_deleted_at IS NULL";
     let counted = query_opt(client, sql, &[]).await?;
     let number = |at: usize| counted.as_ref().map_or(0, |row| row.get::<_, i64>(at).unsigned_abs());
     Ok(OwnServers { existing: number(0), ordered: number(1) })
+}
+
+/// The other machines of this one's slot whose servers exist or were requested, oldest first.
+pub async fn list_others_of_slot(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+) -> Result<Vec<MachineId>, DbError> {
+    let sql = "SELECT machine_id FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND machine_id <> $3 \
+               AND server_deleted_at IS NULL AND (provider_server_id IS NOT NULL OR create_ordered_at IS NOT NULL) \
+               AND failure_cause IS DISTINCT FROM 'server_gone' ORDER BY epoch LIMIT 10";
+    let found = query(client, sql, &[&machine.user.as_str(), &machine.slot.as_str(), &machine.id.0]).await?;
+    Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 /// Machines in their slots that fail if their servers are gone: they are running, resizing, or may resume after a
