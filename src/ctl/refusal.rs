@@ -102,10 +102,21 @@ impl ApiProblem {
             // The detail names the option that overrides the refusal.
             "snapshot_unusable" if self.detail.contains("svcctl provision --allow-empty") => None,
             "conflict" | "not_found" if self.detail.contains("`svcctl ") => None,
+            "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT),
+            "conflict" if self.detail.contains("release") => Some(UNUSABLE_RELEASE),
+            "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => Some(OWN_SERVER_LIMIT),
             _ => advice(code),
         }
     }
 }
+
+const OPEN_ROLLOUT: &str =
+    "`svcctl deploy list` shows the rollouts and their states; `svcctl deploy abort` ends one";
+
+const UNUSABLE_RELEASE: &str = "publish the release again, signed and under a new version";
+
+const OWN_SERVER_LIMIT: &str = "raise PROVIDER_SERVER_LIMIT with the project's limit, or free a server: `svcctl list --deleted` shows \
+                                the machines whose servers are kept, `svcctl discard <machine>` deletes one";
 
 /// Only the live server has the data: `--allow-empty` would abandon it.
 const BACKUP_FIRST: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
@@ -231,10 +242,6 @@ fn advice(code: &str) -> Option<&'static str> {
         "not_found" => {
             "check the id; `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show them"
         }
-        "conflict" => {
-            "`svcctl deploy list` shows the rollouts and their states; if hosts cannot install the release, publish it \
-             again, signed and under a new version"
-        }
         "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then try again",
         "invalid_state" => {
             "`svcctl status <machine>` shows its state; wait for its operation, or `svcctl recover <user>`"
@@ -261,7 +268,8 @@ fn advice(code: &str) -> Option<&'static str> {
         "disk_would_shrink" => "choose a server type with a disk at least as large",
         "superseded" => "nothing: the machine was replaced, and stops automatically",
         "host_unreachable" => {
-            "`svcctl status <machine>` shows the last heartbeat; `svcctl recover <user>` if the host is lost"
+            "`svcctl fleet` shows whether its certificate is missing, `svcctl status <machine>` the last heartbeat; `svcctl \
+             recover <user>` if the host is lost"
         }
         "host_refused" | "host_answer_invalid" => {
             "the detail says what to change; `svcctl status <machine>` shows the host's release and its last heartbeat"

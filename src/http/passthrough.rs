@@ -3,7 +3,9 @@
 //! A public CA resolves a machine's name to the router, and the machine must respond with its own certificate. Only the
 //! ClientHello is inspected, and it is peeked, not read: other connections are then served as usual.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustls::server::Acceptor;
@@ -30,6 +32,8 @@ const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
+/// A machine that keeps its connections open must not use up the connections of others. A CA validates from a few places.
+const MAX_CONNECTIONS_PER_NAME: usize = 16;
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA validates again with
 /// each attempt of the machine.
@@ -50,6 +54,7 @@ type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 pub struct Passthrough {
     find: Box<FindMachine>,
     connections: Semaphore,
+    open: Mutex<HashMap<String, usize>>,
     rate: RateLimit<(IpAddr, String)>,
 }
 
@@ -59,6 +64,7 @@ impl Passthrough {
         Self {
             find: Box::new(find),
             connections: Semaphore::new(MAX_FORWARDED_CONNECTIONS),
+            open: Mutex::default(),
             rate: RateLimit::every(VALIDATION_INTERVAL, VALIDATION_BURST),
         }
     }
@@ -78,6 +84,10 @@ impl Passthrough {
             tracing::debug!(%name, %peer, "validation refused: too many for this machine");
             return;
         }
+        let Some(_of_name) = NamePermit::acquire(&self.open, &name) else {
+            tracing::debug!(%name, %peer, "validation refused: too many at once for this machine");
+            return;
+        };
         let permit = tokio::time::timeout(PERMIT_TIMEOUT, self.connections.acquire()).await;
         let Ok(Ok(_permit)) = permit else {
             tracing::debug!(%name, %peer, "validation refused: too many at once");
@@ -112,6 +122,36 @@ impl Passthrough {
         match tokio::time::timeout(FORWARD_TIMEOUT, until_closed).await {
             Ok(_) => tracing::info!(%name, %machine, "validation passed through"),
             Err(_) => tracing::debug!(%name, %machine, "validation cut off: it took too long"),
+        }
+    }
+}
+
+/// One of the connections for a name, until it is dropped.
+struct NamePermit<'a> {
+    open: &'a Mutex<HashMap<String, usize>>,
+    name: String,
+}
+
+impl<'a> NamePermit<'a> {
+    fn acquire(open: &'a Mutex<HashMap<String, usize>>, name: &str) -> Option<Self> {
+        let mut counts = open.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = counts.entry(name.to_owned()).or_default();
+        if *count >= MAX_CONNECTIONS_PER_NAME {
+            return None;
+        }
+        *count += 1;
+        Some(Self { open, name: name.to_owned() })
+    }
+}
+
+impl Drop for NamePermit<'_> {
+    fn drop(&mut self) {
+        let mut counts = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = counts.get_mut(&self.name) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.name);
+            }
         }
     }
 }
@@ -161,4 +201,21 @@ fn validated_name(hello: &[u8]) -> Option<String> {
     let is_validation = hello.alpn()?.eq([ACME_ALPN]);
     let name = hello.server_name().filter(|_| is_validation)?;
     Some(name.to_ascii_lowercase())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_of_one_name_leave_room_for_others() {
+        let open = Mutex::default();
+        let held: Vec<_> =
+            (0..MAX_CONNECTIONS_PER_NAME).map(|_| NamePermit::acquire(&open, "a").unwrap()).collect();
+        assert!(NamePermit::acquire(&open, "a").is_none());
+        assert!(NamePermit::acquire(&open, "b").is_some());
+        drop(held);
+        assert!(open.lock().unwrap().is_empty());
+        assert!(NamePermit::acquire(&open, "a").is_some());
+    }
 }

@@ -52,6 +52,9 @@ fn is_expected(row: &FleetRow) -> bool {
     !matches!(row.status.as_str(), "provisioning" | "recovering" | "failed") && row.powered_off_age.is_none()
 }
 
+/// The reason of a machine that nothing reaches.
+pub const MISSING: &str = "certificate_missing";
+
 /// Why a machine's certificate needs attention.
 pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
     if !is_expected(row) {
@@ -63,7 +66,7 @@ pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
         CertificateState::Missing => {
             let rule = trust.chain.as_ref().filter(|rule| !rule.is_exempt(row.machine))?;
             let is_unreachable = row.registered_age.is_some_and(|age| age > rule.grace().as_secs_f64());
-            Some(if is_unreachable { "certificate_missing" } else { "certificate_pending" })
+            Some(if is_unreachable { MISSING } else { "certificate_pending" })
         }
     }
 }

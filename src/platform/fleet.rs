@@ -144,6 +144,7 @@ fn reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<S
             || row.operation_attempts >= STUCK_ATTEMPTS);
     let backup_fails = row.backup_status.as_deref() == Some("error");
     let is_pointer_unusable = backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
+    let certificate = certificates::attention(row, trust);
     let mut reasons = Vec::new();
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
@@ -153,12 +154,15 @@ fn reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<S
         (waiting, "operation_waiting"),
         (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG_SECONDS), "powered_off"),
         (runs && is_silent, "heartbeat_silent"),
+        // Nothing reaches it, although it may be healthy.
+        (certificate == Some(certificates::MISSING), certificates::MISSING),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
         (failing(row.code.as_deref()), "code_failing"),
         (is_reporting && row.is_disk_unknown, "disk_unknown"),
         (row.update_outcome.as_deref() == Some("rolled_back"), "update_rolled_back"),
         (row.update_outcome.as_deref() == Some("failed"), "update_failed"),
+        (row.update_outcome.as_deref() == Some("refused"), "update_refused"),
         (row.is_snapshot_damaged, "snapshot_damaged"),
         (row.has_drill_failed, "drill_failed"),
         (is_pointer_unusable, "pointer_unusable"),
@@ -172,7 +176,7 @@ fn reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<S
             reasons.push(reason.to_owned());
         }
     }
-    reasons.extend(certificates::attention(row, trust).map(str::to_owned));
+    reasons.extend(certificate.filter(|reason| *reason != certificates::MISSING).map(str::to_owned));
     // Only while the host's report is fresh.
     if is_reporting {
         reasons.extend(row.attention.iter().cloned());
@@ -259,6 +263,7 @@ pub mod tests {
             one("update_rolled_back")
         );
         assert_eq!(reasons_of(|row| row.update_outcome = Some("failed".into())), one("update_failed"));
+        assert_eq!(reasons_of(|row| row.update_outcome = Some("refused".into())), one("update_refused"));
         assert_eq!(reasons_of(|row| row.is_snapshot_damaged = true), one("snapshot_damaged"));
         assert_eq!(reasons_of(|row| row.has_drill_failed = true), one("drill_failed"));
         assert_eq!(reasons_of(|row| row.backup_age = Some(9000.0)), one("backup_overdue"));

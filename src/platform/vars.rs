@@ -146,7 +146,7 @@ svc_base::variables! {
         PROVIDER_PROJECT: "text of at most 64 characters" = unset;
         /// The project's limit of servers, which the provider's API does not report. A provision that would exceed
         /// it is refused. A replaced machine keeps its server for a while: one replacement for each slot may exceed it.
-        PROVIDER_SERVER_LIMIT: "number" = unset;
+        PROVIDER_SERVER_LIMIT: "number, at least 1" = unset;
         /// Type of a machine if the request names none.
         PROVIDER_SERVER_TYPE: "server type" = "cpx22";
         /// Where servers are created.

@@ -13,6 +13,7 @@ use std::time::Duration;
 pub use self::gateway::fetch_database_server;
 pub use self::host_client::{Credential, HostClient, TIMEOUTS};
 use svc_base::diagnosis::{self, Check, Finding, Findings};
+use svc_base::untrusted_text;
 
 /// Timeout of each check.
 pub const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
@@ -32,5 +33,9 @@ pub async fn check_release(
         Check::new("icons", CHECK_TIMEOUT, gateway::check_icons(host)),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
+    // A host's text reaches the operator's terminal.
+    for finding in &mut findings {
+        finding.what = untrusted_text::bounded(&untrusted_text::one_line(&finding.what));
+    }
     findings
 }

@@ -78,8 +78,8 @@ pub enum AlarmCommand {
     #[command(
         after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
 unknown_servers: the servers that currently belong to no machine are deleted, with their disks, each the platform's \
-ORPHAN_GRACE_SECONDS after it was first seen; servers that appear later stay blocked. Other alarms are informational: they \
-block nothing and clear automatically.\n\n\
+ORPHAN_GRACE_SECONDS after it was first seen; servers that appear later stay blocked. Other alarms cannot be \
+released: docs/operating/on-call.md says what ends each of them.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
     Release {

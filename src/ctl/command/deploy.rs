@@ -164,7 +164,8 @@ async fn until_ended(
         }
         state => {
             let error = anyhow!(
-                "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that rolled back"
+                "the rollout is {state}{why}\n  next: `svcctl deploy status {}` shows the reason of each machine",
+                rollout.rollout_id
             );
             Err(Failure::new(Exit::Unavailable, error))
         }

@@ -41,7 +41,7 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Fail
     confirm_customer(&args, quote.as_ref())?;
     if let Some(quote) = quote.as_ref().filter(|quote| needs_cost_confirmation(quote)) {
         insert(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());
-        allow(&mut body, "confirmedOptIn", quote.adds_customer);
+        insert_flag(&mut body, "confirmedOptIn", quote.adds_customer);
     }
     let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
     print_outcome::<ProvisionedMachine>(api, response, args.wait, out).await

@@ -33,19 +33,16 @@ pub fn cell(certificates: Option<&Certificates>) -> Cell {
 /// A finding for machines that would become unreachable, or have.
 pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Findings {
     let Some(seen) = certificates.filter(|seen| seen.missing > seen.exempt) else { return findings };
-    let who = format!(
-        "{} ({}) without a trusted certificate",
-        pluralize(seen.missing, "machine"),
-        names(&seen.missing_handles, seen.missing)
-    );
+    let who =
+        format!("{} ({})", pluralize(seen.missing, "machine"), names(&seen.missing_handles, seen.missing));
     if seen.is_required {
         findings.warning(
-            format!("CUSTOMER_VPS_TLS_VERIFY is on, and there is {who}"),
+            format!("CUSTOMER_VPS_TLS_VERIFY is on; without a trusted certificate: {who}"),
             "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps a machine reachable",
         )
     } else {
         findings.warning(
-            format!("do not set CUSTOMER_VPS_TLS_VERIFY yet: {who}"),
+            format!("do not set CUSTOMER_VPS_TLS_VERIFY yet; without a trusted certificate: {who}"),
             "svcctl status HANDLE shows why; a machine needs a release that requests certificates",
         )
     }
@@ -57,6 +54,10 @@ pub fn machine_cell(seen: &HostCertificate) -> Cell {
     let line = format!("{}, {trust}, until {}", seen.source, seen.expires_at);
     match &seen.error {
         Some(error) => Cell::painted(Some(Colour::Bad), format!("{line}; last attempt: {error}")),
+        None if seen.source.as_str() == "self_signed" && seen.next_attempt_at.is_none() => {
+            format!("{line}; neither an authority (ACME_DIRECTORY_URL) nor GATEWAY_TLS_CERT_FILE is set")
+                .into()
+        }
         None => line.into(),
     }
 }

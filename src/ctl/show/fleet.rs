@@ -275,9 +275,15 @@ fn advice(reason: &str) -> &'static str {
         }
         "disk_unknown" => "its host cannot measure its disk: journalctl -u svc-sync-agent has the error",
         "update_rolled_back" | "update_failed" => UPDATE_ADVICE,
+        "update_refused" => {
+            "svcctl status HANDLE shows why its host refuses the release; svc-update on its host has options for that"
+        }
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",
-        "certificate_expiring" | "certificate_missing" | "certificate_pending" => {
+        "certificate_missing" => {
+            "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps it reachable meanwhile"
+        }
+        "certificate_expiring" | "certificate_pending" => {
             "svcctl status HANDLE shows why there is no new one; on its host svcctl doctor"
         }
         "token_not_rotated" => "svcctl deploy start brings its host a release that rotates tokens",

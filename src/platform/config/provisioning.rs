@@ -1,5 +1,6 @@
 //! The settings of new machines and of the provider that they are created at.
 
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use secrecy::SecretString;
@@ -101,7 +102,7 @@ pub(super) fn provider(env: &mut Env) -> Option<ProviderConfig> {
     };
     let token = env.required_secret(&vars::PROVIDER_API_TOKEN);
     let project = short_name(env, &vars::PROVIDER_PROJECT);
-    let server_limit = env.optional(&vars::PROVIDER_SERVER_LIMIT);
+    let server_limit = env.optional(&vars::PROVIDER_SERVER_LIMIT).map(NonZeroU64::get);
     let image = env.or_default(&vars::PROVIDER_IMAGE);
     let ambiguous_wait = seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
     Some(ProviderConfig { api_url: api_url?, token: token?, project, server_limit, image, ambiguous_wait })

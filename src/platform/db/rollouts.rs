@@ -9,7 +9,6 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio_postgres::Row;
 
-use super::machine_row::ACTIVE;
 use super::{DbError, execute, query, query_opt};
 use crate::rollout_plan::{Member, Verification};
 use svc_http::request_id;

@@ -8,7 +8,9 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
 use crate::config::{PlatformConfig, TlsFiles};
+use crate::vars;
 use svc_base::accounts::Accounts;
+use svc_base::config;
 use svc_base::diagnosis::{Finding, Findings};
 use svc_http::tls::Identity;
 
@@ -46,7 +48,29 @@ pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
         ),
         _ => findings,
     };
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let names = config::parse_env_file(&text).unwrap_or_default();
+    let findings =
+        names.iter().filter(|(name, _)| !is_setting(name)).fold(findings, |findings, (name, _)| {
+            findings.warning(
+                format!("{shown} sets {name}, which is no setting of the platform: it has no effect"),
+                "correct its name; docs/reference/configuration.md has all settings",
+            )
+        });
     findings.or_ok(format!("{shown} has mode {mode:04o}")).into_list()
+}
+
+/// Whether the platform reads this variable, or passes it on to a library.
+fn is_setting(name: &str) -> bool {
+    const OF_LIBRARIES: [&str; 5] = ["AWS_", "RUST_", "TOKIO_", "LC_", "MALLOC_"];
+    const OF_THE_SYSTEM: [&str; 5] = ["HOME", "LANG", "PATH", "TMPDIR", "TZ"];
+    let sections =
+        [svc_base::vars::SECTIONS, svc_http::vars::SECTIONS, svc_store::vars::SECTIONS, vars::SECTIONS];
+    let mut declared = sections.into_iter().flatten().flat_map(|section| section.variables);
+    declared.any(|variable| variable.name == name)
+        || OF_LIBRARIES.iter().any(|prefix| name.starts_with(prefix))
+        || OF_THE_SYSTEM.contains(&name)
+        || name.to_ascii_lowercase().ends_with("_proxy")
 }
 
 pub fn settings(config: &PlatformConfig) -> Findings {
@@ -131,4 +155,21 @@ fn expires_at(path: &Path) -> Option<Timestamp> {
     let first = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
     let (_, parsed) = x509_parser::parse_x509_certificate(&first).ok()?;
     Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_setting_detects_misspelt_names() {
+        for name in
+            ["CUSTOMER_VPS_TLS_VERIFY", "OBJECT_STORE_URL", "AWS_REGION", "RUST_LOG", "https_proxy", "TZ"]
+        {
+            assert!(is_setting(name), "{name}");
+        }
+        for name in ["CUSTOMER_VPS_TLS_VERFY", "PROVIDER_API_TOKN", "S3_BUCKETS"] {
+            assert!(!is_setting(name), "{name}");
+        }
+    }
 }

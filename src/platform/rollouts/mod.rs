@@ -90,7 +90,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
             }
             Effect::RequestUpdate { machine } => rollouts::request_update(&tx, rollout.id, *machine).await?,
             Effect::Verify => {
-                to_verify = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM).await?;
+                to_verify = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM_TTL).await?;
             }
             Effect::Stop { why } => end(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
             Effect::Succeed => end(&tx, &rollout, RolloutState::Succeeded, None).await?,

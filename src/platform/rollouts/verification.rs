@@ -33,13 +33,12 @@ const MAX_MACHINES: usize = 5;
 const MAX_CONCURRENT: usize = 2;
 const MAX_FINDINGS: usize = 20;
 /// A host that was just updated may still be starting.
-const ATTEMPTS: usize = 3;
-const RETRY_PAUSE: Duration = Duration::from_secs(5);
+const MAX_ATTEMPTS: usize = 3;
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum duration of the checks of one machine.
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 3);
-/// Lifetime of the claim.
-pub const CLAIM: Duration = Duration::from_secs(60);
-const CLAIM_RENEWAL: Duration = Duration::from_secs(15);
+pub const CLAIM_TTL: Duration = Duration::from_secs(60);
+const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(15);
 /// Findings that the rollout's reason names.
 const MAX_NAMED: usize = 3;
 
@@ -53,7 +52,7 @@ pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::R
     loop {
         tokio::select! {
             verification = &mut verification => return store(platform, &claimed, &verification?).await,
-            () = tokio::time::sleep(CLAIM_RENEWAL) => match renew(platform, &claimed).await {
+            () = tokio::time::sleep(CLAIM_RENEWAL_INTERVAL) => match renew(platform, &claimed).await {
                 Ok(Some(renewed)) => claimed = renewed,
                 // Another process took over, or an operator resumed the rollout: a new verification decides.
                 Ok(None) => return Ok(()),
@@ -65,13 +64,13 @@ pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::R
 
 async fn renew(platform: &Platform, claimed: &RolloutRow) -> Result<Option<RolloutRow>, db::DbError> {
     let session = platform.db.session().await?;
-    rollouts::renew_verification(&session, claimed, CLAIM).await
+    rollouts::renew_verification(&session, claimed, CLAIM_TTL).await
 }
 
 async fn verify(platform: &Arc<Platform>, rollout: &RolloutRow) -> Result<RolloutVerification, db::DbError> {
     let session = platform.db.session().await?;
     let machines = rollouts::list_running_release(&session, rollout, None).await?;
-    let rows = read_rows(&session, machines).await?;
+    let rows = load_machines(&session, machines).await?;
     drop(session);
     let checks = rows.clone().into_iter().map(|machine| {
         let (platform, rollout) = (Arc::clone(platform), rollout.clone());
@@ -90,7 +89,12 @@ async fn verify(platform: &Arc<Platform>, rollout: &RolloutRow) -> Result<Rollou
     if !is_verified {
         let session = platform.db.session().await?;
         let first = rollouts::list_updated(&session, rollout.id).await?;
-        findings = read_rows(&session, first).await?.iter().take(1).map(|row| gone(rollout, row)).collect();
+        findings = load_machines(&session, first)
+            .await?
+            .iter()
+            .take(1)
+            .map(|row| release_gone(rollout, row))
+            .collect();
     }
     findings.truncate(MAX_FINDINGS);
     Ok(RolloutVerification {
@@ -101,7 +105,7 @@ async fn verify(platform: &Arc<Platform>, rollout: &RolloutRow) -> Result<Rollou
     })
 }
 
-async fn read_rows(
+async fn load_machines(
     client: &impl GenericClient,
     machines: Vec<MachineId>,
 ) -> Result<Vec<MachineRow>, db::DbError> {
@@ -120,14 +124,16 @@ async fn verify_machine(
 ) -> Result<Option<Vec<RolloutFinding>>, db::DbError> {
     let deadline = Instant::now() + MACHINE_TIMEOUT;
     let mut findings = vec![timed_out()];
-    for attempt in 0..ATTEMPTS {
+    for attempt in 0..MAX_ATTEMPTS {
         if attempt > 0 {
-            tokio::time::sleep(RETRY_PAUSE).await;
-            // A newer heartbeat counts.
-            let Some(now) = reread(platform, rollout, &machine).await? else { return Ok(None) };
-            machine = now;
+            tokio::time::sleep(RETRY_INTERVAL).await;
+            // Use what the newest heartbeat reported.
+            let Some(current) = reload_if_running_release(platform, rollout, &machine).await? else {
+                return Ok(None);
+            };
+            machine = current;
         }
-        // The findings of the last attempt that ended count.
+        // On timeout, keep the findings of the last complete attempt.
         let Ok(found) = timeout_at(deadline, check(platform, &machine)).await else { break };
         findings = found;
         if findings.is_empty() {
@@ -135,14 +141,14 @@ async fn verify_machine(
         }
     }
     // A result counts only if the machine still runs the release.
-    let still = reread(platform, rollout, &machine).await?;
-    Ok(still.map(|machine| findings.into_iter().map(|found| finding(&machine, found)).collect()))
+    let current = reload_if_running_release(platform, rollout, &machine).await?;
+    Ok(current.map(|machine| findings.into_iter().map(|found| rollout_finding(&machine, found)).collect()))
 }
 
 /// The problems of one attempt.
 async fn check(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<Finding> {
-    let mut findings = match site(platform, machine) {
-        Ok(site) => check_release(&site, async { database(machine) }).await,
+    let mut findings = match host_client(platform, machine) {
+        Ok(host) => check_release(&host, async { check_database(machine) }).await,
         Err(error) => {
             let what = format!("cannot connect to the host: {error:#}");
             Findings::new("connection").problem(what, "svcctl status MACHINE").into_list()
@@ -153,18 +159,18 @@ async fn check(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<Finding> {
 }
 
 /// The machine's current row; `None` if it does not run the release any more.
-async fn reread(
+async fn reload_if_running_release(
     platform: &Platform,
     rollout: &RolloutRow,
     machine: &MachineRow,
 ) -> Result<Option<MachineRow>, db::DbError> {
     let session = platform.db.session().await?;
     let running = rollouts::list_running_release(&session, rollout, Some(machine.id)).await?;
-    Ok(read_rows(&session, running).await?.pop())
+    Ok(load_machines(&session, running).await?.pop())
 }
 
 /// Whether the gateway uses the machine's own database: only the host can compare them, and its heartbeats report it.
-fn database(machine: &MachineRow) -> Findings {
+fn check_database(machine: &MachineRow) -> Findings {
     let findings = Findings::new("vps-database");
     let reported = machine.attention.as_array().into_iter().flatten();
     match reported.into_iter().find(|one| one["code"] == "database_mismatch") {
@@ -176,8 +182,8 @@ fn database(machine: &MachineRow) -> Findings {
     }
 }
 
-/// The host, as the router reaches it for its owner.
-fn site(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
+/// A client of the host with the owner's rights, as the router has.
+fn host_client(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
     let (base, client) = host_call::client_of(platform, machine, TIMEOUTS)?;
     let (platform, machine) = (Arc::clone(platform), machine.clone());
     let sign = move || {
@@ -189,7 +195,7 @@ fn site(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostCl
     Ok(HostClient::direct(client, base, Credential::Signed(header, Box::new(sign))))
 }
 
-fn finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
+fn rollout_finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
     let next = finding.next.map(|next| next.replace("MACHINE", machine.handle.as_str()));
     RolloutFinding {
         machine_id: machine.id.into(),
@@ -201,12 +207,13 @@ fn finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
 }
 
 fn timed_out() -> Finding {
-    let what = format!("the checks did not end within {} s", MACHINE_TIMEOUT.as_secs());
-    Finding { check: "verification", level: Level::Problem, what, next: None }
+    let what = format!("the checks did not finish within {} s", MACHINE_TIMEOUT.as_secs());
+    let next = "check that the host responds (`svcctl status MACHINE`), then `svcctl deploy resume`";
+    Finding { check: "verification", level: Level::Problem, what, next: Some(next.to_owned()) }
 }
 
 /// None of the machines that got the release runs it, so that nothing can be verified.
-fn gone(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
+fn release_gone(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
     let version = &rollout.image_version;
     let what = format!(
         "none of the first machines runs {version} any more: they were rolled back, replaced, deleted or switched off"
@@ -215,7 +222,7 @@ fn gone(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
         "svcctl status MACHINE; if it should run {version}, `svc-update apply --version {version} --allow-quarantined` on it, then \
          `svcctl deploy resume`; otherwise `svcctl deploy abort`, and start a new rollout"
     );
-    finding(machine, Finding { check: "release", level: Level::Problem, what, next: Some(next) })
+    rollout_finding(machine, Finding { check: "release", level: Level::Problem, what, next: Some(next) })
 }
 
 /// Stores the result. A finding pauses the rollout, unless it has ended meanwhile.
@@ -226,14 +233,14 @@ async fn store(
 ) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(now) = rollouts::lock(&tx, rollout.id).await? else { return Ok(()) };
+    let Some(current) = rollouts::lock(&tx, rollout.id).await? else { return Ok(()) };
     // Another process took over, or an operator resumed: its verification decides.
     if !rollouts::record_verification(&tx, rollout, &json!(verification)).await? {
         return Ok(());
     }
-    let is_open = !now.state.has_ended();
+    let is_open = !current.state.has_ended();
     if !verification.passed && is_open {
-        let why = reason(verification);
+        let why = pause_reason(verification);
         rollouts::set_state(&tx, rollout.id, RolloutState::Paused, Some(&why)).await?;
         let detail = json!({"rolloutId": rollout.id, "imageVersion": rollout.image_version, "finding": why});
         alarms::raise_while(&tx, Alarm::RolloutHalted, 1, &detail).await?;
@@ -254,7 +261,7 @@ async fn store(
 }
 
 /// The findings in one line.
-fn reason(verification: &RolloutVerification) -> String {
+fn pause_reason(verification: &RolloutVerification) -> String {
     let findings = &verification.findings;
     let named = findings.iter().take(MAX_NAMED);
     let named: Vec<_> =
@@ -270,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reason_names_the_first_findings_and_counts_the_others() {
+    fn pause_reason_lists_first_findings_and_counts_rest() {
         let found = |check: &str| RolloutFinding {
             machine_id: MachineId::new().into(),
             handle: svc_wire::text::Text::stored("ada"),
@@ -284,14 +291,14 @@ mod tests {
             handles: Vec::new(),
             findings: vec![found("icons")],
         };
-        assert_eq!(reason(&verification), "the verification failed: ada: icons: it is broken");
+        assert_eq!(pause_reason(&verification), "the verification failed: ada: icons: it is broken");
         // A host may report any text.
         verification.findings[0].what = "it is\r\nresumed: all is well\u{1b}[2J".to_owned();
         assert_eq!(
-            reason(&verification),
+            pause_reason(&verification),
             "the verification failed: ada: icons: it is; resumed: all is well\u{FFFD}[2J"
         );
         verification.findings = ["shell", "icons", "schemas", "health", "route"].map(found).to_vec();
-        assert!(reason(&verification).ends_with("ada: schemas: it is broken; and 2 more"));
+        assert!(pause_reason(&verification).ends_with("ada: schemas: it is broken; and 2 more"));
     }
 }
