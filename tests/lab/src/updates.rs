@@ -126,10 +126,11 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     let vm = stack.provider.machine(&machine.server)?;
     let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full).await?;
     let started = Instant::now();
-    let args = ["--json", "deploy", "start", FULL_VERSION, "--no-verify", "--yes", "--wait=1200"];
+    let args = ["--json", "deploy", "start", FULL_VERSION, "--yes", "--wait=1200"];
     let rollout: Value =
         stack.svcctl_with_timeout(Duration::from_secs(1300), &args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
+    ensure!(rollout["verification"]["passed"] == true, "the platform did not verify it: {rollout}");
     let seconds = started.elapsed().as_secs_f64();
     let owner = stack.owner();
     let page = |web, path| get_page(web, path, &owner);
