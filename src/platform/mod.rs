@@ -147,6 +147,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );
     }
+    if let Some(why) = config.shared_site_warning() {
+        tracing::warn!("{why}; use another registrable domain");
+    }
     let bucket = config.store.open().or_exit(Exit::Config)?.with_call_timeout(STORE_CALL_TIMEOUT);
     refuse_unsafe_store(&bucket).await?;
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
