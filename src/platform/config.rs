@@ -52,6 +52,29 @@ pub struct PlatformConfig {
     pub timing: Timing,
 }
 
+impl PlatformConfig {
+    /// What is wrong if hosts have names within the site of the platform's own hosts.
+    pub fn shared_site_warning(&self) -> Option<String> {
+        let domain = self.hosts.domain.as_ref()?;
+        let RouterConfig { app_host, code_host, sign_in, .. } = &self.routing;
+        let (site, names): (Vec<&str>, Vec<&str>) = [
+            (vars::APP_HOST.name, app_host.name()),
+            (vars::CODE_HOST.name, code_host.name()),
+            (vars::IDP_SIGN_IN_URL.name, sign_in.host_str().unwrap_or_default()),
+        ]
+        .into_iter()
+        .filter_map(|(name, host)| Some((domain.shared_site(host)?, name)))
+        .unzip();
+        let site = site.first()?;
+        Some(format!(
+            "HOST_DOMAIN ({}) is of the same site ({site}) as {}: an owner with root whose machine is reachable by its \
+             name serves pages of that site, and sets cookies for {site}",
+            domain.as_str(),
+            names.join(" and ")
+        ))
+    }
+}
+
 /// A listener. Without a certificate it speaks plain HTTP.
 pub struct Listen {
     pub address: SocketAddr,

@@ -12,6 +12,7 @@ use super::db::platform_keys::ProcessKeys;
 use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
+use super::quote_cache::QuoteCache;
 use super::rates::ApiRates;
 use super::route_freshness::Freshness;
 use super::server_checks::ServerChecks;
@@ -49,5 +50,7 @@ pub struct Platform {
     pub server_checks: ServerChecks,
     /// Rate limits of the control API in this process.
     pub rates: ApiRates,
+    /// What quotes have read from the provider in this process.
+    pub quotes: QuoteCache,
     pub stop: CancellationToken,
 }

@@ -26,6 +26,18 @@ impl HostDomain {
     pub fn parse_machine(&self, name: &str) -> Option<MachineId> {
         name.strip_suffix(&self.0)?.strip_suffix('.')?.parse().ok()
     }
+
+    /// Its last two labels, if they are also those of `host`. Browsers then usually treat both as one site.
+    pub fn shared_site(&self, host: &str) -> Option<&str> {
+        let own = last_two_labels(&self.0)?;
+        last_two_labels(host).is_some_and(|other| other.eq_ignore_ascii_case(own)).then_some(own)
+    }
+}
+
+fn last_two_labels(name: &str) -> Option<&str> {
+    let name = name.strip_suffix('.').unwrap_or(name);
+    let last = name.rfind('.')?;
+    Some(name[..last].rfind('.').map_or(name, |dot| &name[dot + 1..]))
 }
 
 impl FromStr for HostDomain {
@@ -42,7 +54,7 @@ impl FromStr for HostDomain {
         let is_address = labels.last().is_some_and(|last| last.bytes().all(|byte| byte.is_ascii_digit()));
         if text.len() > MAX_CHARS || labels.len() < 2 || is_address || !labels.into_iter().all(is_label) {
             return Err(
-                "must be a domain such as hosts.example.com, of at most 216 characters, without a scheme, port, `*.` \
+                "must be a domain such as hosts.example.net, of at most 216 characters, without a scheme, port, `*.` \
                  or trailing dot",
             );
         }
@@ -70,6 +82,23 @@ mod tests {
             format!("{}.hosts.example.com", machine.0.simple()),
         ] {
             assert_eq!(domain.parse_machine(&other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn site_is_shared_with_hosts_of_the_same_last_labels() {
+        for (domain, host, site) in [
+            ("hosts.example.com", "app.example.com", Some("example.com")),
+            ("hosts.example.com", "EXAMPLE.com.", Some("example.com")),
+            ("example.com", "a.b.example.com", Some("example.com")),
+            ("hosts.example.net", "app.example.com", None),
+            ("hosts.example.com", "app.notexample.com", None),
+            ("hosts.example.com", "com", None),
+            ("hosts.example.com", "localhost", None),
+            ("hosts.example.com", "192.0.2.10", None),
+        ] {
+            let found: HostDomain = domain.parse().unwrap();
+            assert_eq!(found.shared_site(host), site, "{domain} {host}");
         }
     }
 

@@ -30,6 +30,7 @@ pub mod platform_key;
 mod probe;
 pub mod process_clock;
 pub mod public_host;
+pub mod quote_cache;
 pub mod rate_budget;
 pub mod rates;
 pub mod resource;
@@ -68,6 +69,7 @@ use self::key_change::admission::AdmissionError;
 use self::key_change::mark::{self, MarkError};
 use self::keys::{KeyError, Seal};
 use self::process_clock::ProcessClock;
+use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
 use self::rates::ApiRates;
 use self::route_freshness::Freshness;
@@ -145,6 +147,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );
     }
+    if let Some(why) = config.shared_site_warning() {
+        tracing::warn!("{why}; use another registrable domain");
+    }
     let bucket = config.store.open().or_exit(Exit::Config)?.with_call_timeout(STORE_CALL_TIMEOUT);
     refuse_unsafe_store(&bucket).await?;
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
@@ -204,6 +209,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         reconcile: Notify::new(),
         server_checks: ServerChecks::new(config.timing.server_check),
         rates: ApiRates::new(&config.rates),
+        quotes: QuoteCache::default(),
         stop: stop.clone(),
         config,
     });

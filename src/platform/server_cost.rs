@@ -23,33 +23,65 @@ pub struct ServerCost {
     pub highest: Price,
 }
 
-/// Reads the prices of a server in `location`, and in those of `fallback` where the provider sells it.
+/// Where a server may be created: `location`, and those of `fallback` where the provider sells its type.
+#[derive(Debug, Clone, Copy)]
+pub struct Places<'a> {
+    pub location: &'a Location,
+    pub fallback: &'a [Location],
+}
+
+/// Reads the current cost of a server.
 ///
 /// # Errors
-/// `invalid_request` if the provider does not sell the type in `location`, `unavailable` if its prices cannot be read.
+/// `invalid_request` if the provider does not sell the type in the location, `unavailable` if its prices cannot be read.
 pub async fn read(
     platform: &Platform,
     server_type: &ServerType,
-    location: &Location,
-    fallback: &[Location],
+    places: Places<'_>,
 ) -> Result<ServerCost, Problem> {
+    let prices = read_prices(platform, server_type).await?;
+    platform.quotes.record_prices(server_type, &prices);
+    require_sold(&prices, server_type, places)
+}
+
+/// The cost of a server by prices that a quote may show: they are at most a few minutes old.
+///
+/// # Errors
+/// As [`read`].
+pub async fn quote(
+    platform: &Platform,
+    server_type: &ServerType,
+    places: Places<'_>,
+) -> Result<ServerCost, Problem> {
+    let prices = platform.quotes.prices(server_type, read_prices(platform, server_type)).await?;
+    require_sold(&prices, server_type, places)
+}
+
+async fn read_prices(platform: &Platform, server_type: &ServerType) -> Result<ServerPrices, Problem> {
     let unavailable = || {
         let detail = "The provider's prices cannot be read, so no cost can be confirmed; try again.";
         Problem::new(Code::Unavailable, detail).retry_after(5)
     };
-    let prices = match tokio::time::timeout(DEADLINE, platform.provider.prices(server_type)).await {
-        Ok(Ok(prices)) => prices,
+    match tokio::time::timeout(DEADLINE, platform.provider.prices(server_type)).await {
+        Ok(Ok(prices)) => Ok(prices),
         Ok(Err(error)) => {
             tracing::warn!(error = %chain(&error), "cannot read the provider's prices");
             alarms::raise_for_provider_error(platform, &error).await;
-            return Err(unavailable());
+            Err(unavailable())
         }
         Err(_) => {
             tracing::warn!("the provider's prices were not read within {} s", DEADLINE.as_secs());
-            return Err(unavailable());
+            Err(unavailable())
         }
-    };
-    cost(&prices, location, fallback).ok_or_else(|| {
+    }
+}
+
+fn require_sold(
+    prices: &ServerPrices,
+    server_type: &ServerType,
+    Places { location, fallback }: Places<'_>,
+) -> Result<ServerCost, Problem> {
+    cost(prices, location, fallback).ok_or_else(|| {
         let detail = format!("the provider does not sell {server_type} in {location}");
         Problem::field("/location", detail)
     })

@@ -95,7 +95,8 @@ svc_base::variables! {
         CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS: "seconds" = "86400";
         /// Machines that stay reachable by their pinned key alone.
         CUSTOMER_VPS_TLS_VERIFY_EXCEPT: "machine ids, separated by commas" = unset;
-        /// Domain of the hosts' names, `<machine-id>.<HOST_DOMAIN>`.
+        /// Domain of the hosts' names, `<machine-id>.<HOST_DOMAIN>`. Not below the registrable domain of `APP_HOST`,
+        /// `CODE_HOST` or the sign-in page: see [Names](../operating/certificates.md#names).
         HOST_DOMAIN: "domain" = unset;
         /// Directory of the certificate authority from which hosts request certificates (ACME, RFC 8555), for
         /// example `https://acme-v02.api.letsencrypt.org/directory`. Setting it states that you accept the

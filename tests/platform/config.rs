@@ -3,6 +3,8 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use serde_json::{Value, json};
+
 use super::stack::Stack;
 
 #[test]
@@ -44,6 +46,39 @@ async fn shared_store_credentials_log_a_warning() {
     assert!(!stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
     drop(stack.start_platform_with(&[("STORE_HOST_CREDENTIALS", "static")]));
     assert!(stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_domain_within_the_site_of_the_app_host_is_warned_of() {
+    let stack = Stack::start().await;
+    let hosts = [("APP_HOST", "app.example.com"), ("CODE_HOST", "code.example.org:8443")];
+    let sign_in = ("IDP_SIGN_IN_URL", "https://Login.Example.com/sign-in");
+    let with = |domain: &'static str| [hosts[0], hosts[1], sign_in, ("HOST_DOMAIN", domain)];
+    let findings = async |domain: &'static str| {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_svc"));
+        command.args(["svcctl", "doctor", "platform", "--json"]).env_clear();
+        command.envs(stack.settings()).envs(with(domain)).kill_on_drop(true);
+        let output = command.output().await.unwrap();
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let all = report["findings"].as_array().unwrap().iter();
+        let site = all.filter(|finding| finding["what"].as_str().unwrap().contains("the same site"));
+        site.cloned().collect::<Vec<_>>()
+    };
+    assert_eq!(findings("hosts.example.net").await, [] as [Value; 0]);
+    drop(stack.start_platform_with(&with("hosts.example.net")));
+    assert!(!stack.log().contains("the same site"), "{}", stack.log());
+
+    let found = findings("hosts.example.com").await;
+    assert_eq!(
+        (found.len(), &found[0]["check"], &found[0]["level"]),
+        (1, &json!("configuration"), &json!("warning"))
+    );
+    let (what, next) = (found[0]["what"].as_str().unwrap(), found[0]["next"].as_str().unwrap());
+    let named =
+        "HOST_DOMAIN (hosts.example.com) is of the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
+    assert!(what.starts_with(named) && next.contains("certificates.md"), "{found:?}");
+    drop(stack.start_platform_with(&with("hosts.example.com")));
+    assert!(stack.log().contains(named), "{}", stack.log());
 }
 
 /// As in the container: the service and its health check, which has no arguments, share one file.

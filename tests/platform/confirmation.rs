@@ -1,5 +1,6 @@
 //! The confirmations before a customer is added: the cost that was shown, and the customer's consent.
 
+use futures_util::future::join_all;
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -164,6 +165,37 @@ async fn price_that_changed_since_it_was_shown_is_refused() {
     stack.provider.set_price_percent(120);
     let again = stack.send(repeat).await;
     assert_eq!((again.status, again.body), (202, first.body));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quotes_share_reads_of_the_provider_and_a_provision_reads_again() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
+    stack.subscribe(&process, "user_1").await;
+    let mut body = provision_body("user_1");
+    (body["location"], body["fallbackLocations"]) = (json!("nbg1"), json!(["hel1"]));
+    let calls = || {
+        let count = |path: &str| stack.provider.call_count("GET", path);
+        (count("/pricing"), count("/servers?page=1&per_page=1"), count("/locations"))
+    };
+    for _ in 0..2 {
+        let quotes = join_all((0..8).map(|_| stack.post(&process, QUOTE, &body))).await;
+        for quote in quotes {
+            assert_eq!((quote.status, &quote.body["monthlyCost"]), (200, &json!(COST)), "{quote:?}");
+        }
+    }
+    assert_eq!(calls(), (1, 1, 2));
+
+    // The confirmed price is compared with the current one, which the next quote shows.
+    stack.provider.set_price_percent(110);
+    body["confirmedMonthlyCost"] = json!(COST);
+    stack.post(&process, PROVISION, &body).await.assert_problem(409, "price_changed");
+    assert_eq!(calls(), (2, 1, 4));
+    assert_eq!(stack.post(&process, QUOTE, &body).await.body["monthlyCost"], "11.0432 EUR");
+    body["confirmedMonthlyCost"] = json!("11.0432 EUR");
+    assert_eq!(stack.post(&process, PROVISION, &body).await.status, 202);
+    assert_eq!(calls().0, 3);
+    assert_eq!(calls().1, 2, "a provision counts the servers itself");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -21,6 +21,7 @@ use svc::platform::context::Platform;
 use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
+use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rates::ApiRates;
 use svc::platform::route_freshness::Freshness;
 use svc::platform::router::{self, RouterContext};
@@ -125,6 +126,7 @@ impl Process {
             reconcile: Notify::new(),
             server_checks: ServerChecks::new(config.timing.server_check),
             rates: ApiRates::new(&config.rates),
+            quotes: QuoteCache::default(),
             stop,
             config,
         });

@@ -1,5 +1,6 @@
 //! Locations for a new machine's server: the requested one, and fallbacks.
 
+use super::problems;
 use crate::config::MAX_FALLBACK_LOCATIONS;
 use crate::context::Platform;
 use svc_http::fields::Fields;
@@ -29,22 +30,28 @@ impl RequestedLocations {
     /// # Errors
     /// `invalid_request`.
     pub async fn check(&self, platform: &Platform) -> Result<(), Problem> {
-        let fallback = self.fallback.iter().flatten().map(|location| ("/fallbackLocations", location));
-        for (pointer, location) in
-            self.location.iter().map(|location| ("/location", location)).chain(fallback)
-        {
-            match platform.provider.has_location(location).await {
-                Ok(true) => {}
-                Ok(false) => {
-                    let detail = format!("{location} is not a location of the provider");
-                    return Err(Problem::field(pointer, detail));
-                }
-                Err(error) => {
-                    tracing::warn!(%location, error = %chain(&error), "cannot check the location with the provider");
-                }
-            }
+        for (pointer, location) in self.named() {
+            require_known(pointer, location, has_location(platform, location).await)?;
         }
         Ok(())
+    }
+
+    /// [`Self::check`], by what quotes have read from the provider.
+    ///
+    /// # Errors
+    /// `invalid_request`.
+    pub async fn check_for_quote(&self, platform: &Platform) -> Result<(), Problem> {
+        for (pointer, location) in self.named() {
+            let found = platform.quotes.has_location(location, has_location(platform, location)).await;
+            require_known(pointer, location, found)?;
+        }
+        Ok(())
+    }
+
+    /// The named locations, each with the field that names it.
+    fn named(&self) -> impl Iterator<Item = (&'static str, &Location)> {
+        let fallback = self.fallback.iter().flatten().map(|location| ("/fallbackLocations", location));
+        self.location.iter().map(|location| ("/location", location)).chain(fallback)
     }
 
     /// The requested fallbacks, or the platform's; without the location itself.
@@ -52,4 +59,18 @@ impl RequestedLocations {
         let fallback = self.fallback.as_ref().unwrap_or(&platform.config.provisioning.fallback_locations);
         fallback.iter().filter(|other| *other != location).cloned().collect()
     }
+}
+
+async fn has_location(platform: &Platform, location: &Location) -> Result<bool, Problem> {
+    platform.provider.has_location(location).await.map_err(|error| {
+        tracing::warn!(%location, error = %chain(&error), "cannot check the location with the provider");
+        problems::provider_problem(&error)
+    })
+}
+
+fn require_known(pointer: &str, location: &Location, found: Result<bool, Problem>) -> Result<(), Problem> {
+    if found.unwrap_or(true) {
+        return Ok(());
+    }
+    Err(Problem::field(pointer, format!("{location} is not a location of the provider")))
 }

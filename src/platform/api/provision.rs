@@ -23,7 +23,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequest};
-use crate::server_cost;
+use crate::server_cost::{self, Places};
 use axum::routing::post;
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
@@ -128,6 +128,7 @@ async fn provision(
     drop(session);
     // Before the transaction, so that no row or session is held during requests to the store.
     let plan = if existing.as_ref().is_none_or(has_failed) {
+        request.locations.check(platform).await?;
         let plan = prepare(platform, request, existing.as_ref()).await?;
         check_confirmation(platform, request, request.confirmed(existing.as_ref())).await?;
         Some((plan, server_quota::count_for_limit(platform).await?))
@@ -191,7 +192,6 @@ async fn prepare(
     request: &ProvisionRequest,
     existing: Option<&MachineRow>,
 ) -> Result<ProvisionPlan, Problem> {
-    request.locations.check(platform).await?;
     let image_version = match &request.image_version {
         Some(version) => version.clone(),
         None => release_of_slot(platform, &request.user, &request.slot).await?,
@@ -207,12 +207,13 @@ async fn prepare(
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// Makes the checks of a provision that change nothing, and returns the release of the new machine.
+/// Makes the checks of a provision that change nothing, for a quote, and returns the release of the new machine.
 pub async fn check_possible(
     platform: &Platform,
     request: &ProvisionRequest,
     existing: Option<&MachineRow>,
 ) -> Result<ImageVersion, Problem> {
+    request.locations.check_for_quote(platform).await?;
     let plan = prepare(platform, request, existing).await?;
     if let Some(failed) = existing {
         restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
@@ -231,7 +232,8 @@ async fn check_confirmation(
         return Ok(());
     }
     let fallback = request.locations.fallback_for(platform, location);
-    confirmation.check_cost(&server_cost::read(platform, server_type, location, &fallback).await?)
+    let places = Places { location, fallback: &fallback };
+    confirmation.check_cost(&server_cost::read(platform, server_type, places).await?)
 }
 
 /// The release with which the slot's next machine starts.

@@ -1,5 +1,5 @@
 //! POST `/vps/provision/quote`: what a provision would do, cost and use. It refuses what a provision would refuse, and
-//! changes nothing.
+//! changes nothing. Quotes that follow one another share what was read from the provider ([`crate::quote_cache`]).
 
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ use super::endpoint::{Access, Endpoint, OPERATE, OPERATOR, documented_json};
 use super::provision::{self, ProvisionRequest};
 use super::server_quota;
 use crate::context::Platform;
-use crate::{db, exercises, server_cost};
+use crate::server_cost::{self, Places};
+use crate::{db, exercises};
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::problem::{Code, Problem};
@@ -41,9 +42,11 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
     if orders_server {
         image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
-        let read = server_cost::read(platform, &request.server_type, &request.location, &fallback).await;
+        let places = Places { location: &request.location, fallback: &fallback };
+        let read = server_cost::quote(platform, &request.server_type, places).await;
         cost = if needs_cost_confirmation { Some(read?) } else { read.ok() };
-        listed = Some(server_quota::count_listed(platform).await?);
+        let count = async { Ok(server_quota::count_listed(platform).await?) };
+        listed = Some(platform.quotes.servers(count).await?);
     }
     let session = platform.db.session().await?;
     let servers = match (listed, &existing) {

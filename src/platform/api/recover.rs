@@ -19,11 +19,11 @@ use super::endpoint::{
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
-use super::server_quota::{self, ListedServers};
-use super::{entitlement, problems, provision, restorable};
+use super::{entitlement, problems, provision, restorable, server_quota};
 use crate::context::Platform;
 use crate::copies;
 use crate::db::machine_row::MachineRow;
+use crate::db::servers::ListedServers;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use axum::routing::post;

@@ -13,18 +13,9 @@ use serde_json::json;
 use crate::alarms::Alarm;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
-use crate::db::servers::OwnServers;
+use crate::db::servers::{ListedServers, OwnServers};
 use crate::db::{self, DbError};
 use svc_http::problem::{Code, Problem, chain};
-
-/// Servers that the provider listed.
-#[derive(Debug, Clone, Copy)]
-pub struct ListedServers {
-    /// `None` if the provider could not be asked.
-    listed: Option<u64>,
-    /// The platform's servers that were recorded before the provider was asked.
-    recorded: u64,
-}
 
 /// Counts the servers in the project.
 ///

@@ -126,6 +126,11 @@ pub struct HostAndPort {
 }
 
 impl HostAndPort {
+    /// Without the port, in lower case.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     fn is(&self, authority: &str) -> bool {
         let (name, port) = split(authority);
         name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == Some(own))

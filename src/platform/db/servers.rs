@@ -42,6 +42,15 @@ pub struct OwnServers {
     pub ordered: u64,
 }
 
+/// Servers that the provider counted in its project.
+#[derive(Debug, Clone, Copy)]
+pub struct ListedServers {
+    /// `None` if the provider did not respond.
+    pub listed: Option<u64>,
+    /// The platform's servers that were recorded before that.
+    pub recorded: u64,
+}
+
 pub async fn count_own(client: &impl GenericClient) -> Result<OwnServers, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE provider_server_id IS NOT NULL AND server_deleted_at IS NULL), \
                count(*) FILTER (WHERE provider_server_id IS NULL AND (create_ordered_at IS NOT NULL \

@@ -110,6 +110,13 @@ pub fn settings(config: &PlatformConfig) -> Findings {
              docs/operating/certificates.md",
         );
     }
+    if let Some(why) = config.shared_site_warning() {
+        findings = findings.warning(
+            why,
+            "HOST_DOMAIN below another registrable domain, such as hosts.example.net, unless the shared labels are a \
+             public suffix such as co.uk: see docs/operating/certificates.md",
+        );
+    }
     let admitted = if config.hosts.egress.is_empty() {
         "every address, as PLATFORM_EGRESS_CIDRS is not set".to_owned()
     } else {

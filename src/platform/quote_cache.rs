@@ -1,0 +1,204 @@
+//! What quotes read from the provider, kept for a while in this process: operations and all processes share the
+//! provider's rate limit, and a client can request any number of quotes. A provision reads everything again.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::db::servers::ListedServers;
+use svc_http::problem::Problem;
+use svc_machine::name::{Location, ServerType};
+use svc_provider::ServerPrices;
+
+/// How long prices and locations are kept.
+const CATALOG_TTL: Duration = Duration::from_secs(300);
+/// How long the number of servers is kept.
+const COUNT_TTL: Duration = Duration::from_secs(10);
+/// Maximum server types and locations that are kept, each.
+const MAX_KEYS: usize = 32;
+
+pub struct QuoteCache {
+    prices: CachedReads<ServerType, ServerPrices>,
+    locations: CachedReads<Location, bool>,
+    servers: CachedReads<(), ListedServers>,
+}
+
+impl Default for QuoteCache {
+    fn default() -> Self {
+        Self {
+            prices: CachedReads::new(CATALOG_TTL),
+            locations: CachedReads::new(CATALOG_TTL),
+            servers: CachedReads::new(COUNT_TTL),
+        }
+    }
+}
+
+impl QuoteCache {
+    /// # Errors
+    /// That of the read.
+    pub async fn prices(
+        &self,
+        server_type: &ServerType,
+        read: impl Future<Output = Result<ServerPrices, Problem>>,
+    ) -> Result<ServerPrices, Problem> {
+        self.prices.get(server_type, read).await
+    }
+
+    /// Records prices that a provision has read: if they have changed, the next quote shows them.
+    pub fn record_prices(&self, server_type: &ServerType, prices: &ServerPrices) {
+        self.prices.record(server_type, prices);
+    }
+
+    /// # Errors
+    /// That of the read.
+    pub async fn has_location(
+        &self,
+        location: &Location,
+        read: impl Future<Output = Result<bool, Problem>>,
+    ) -> Result<bool, Problem> {
+        self.locations.get(location, read).await
+    }
+
+    /// # Errors
+    /// That of the read.
+    pub async fn servers(
+        &self,
+        read: impl Future<Output = Result<ListedServers, Problem>>,
+    ) -> Result<ListedServers, Problem> {
+        self.servers.get(&(), read).await
+    }
+}
+
+/// The last read of each key. Requests for the same key wait for one read.
+struct CachedReads<K, V> {
+    ttl: Duration,
+    cells: Mutex<HashMap<K, Cell<V>>>,
+}
+
+type Cell<V> = Arc<tokio::sync::Mutex<Option<FinishedRead<V>>>>;
+
+struct FinishedRead<V> {
+    at: Instant,
+    outcome: Result<V, Problem>,
+}
+
+impl<K: Clone + Eq + Hash, V: Clone> CachedReads<K, V> {
+    fn new(ttl: Duration) -> Self {
+        Self { ttl, cells: Mutex::default() }
+    }
+
+    /// The last value, or what `read` returns if that is too old. A failure is returned only to those who waited for it.
+    async fn get(&self, key: &K, read: impl Future<Output = Result<V, Problem>>) -> Result<V, Problem> {
+        let requested_at = Instant::now();
+        let cell = self.cell(key);
+        let mut last = cell.lock().await;
+        let is_current = |last: &&FinishedRead<V>| {
+            last.at >= requested_at || last.outcome.is_ok() && last.at.elapsed() < self.ttl
+        };
+        if let Some(last) = last.as_ref().filter(is_current) {
+            return last.outcome.clone();
+        }
+        let outcome = read.await;
+        *last = Some(FinishedRead { at: Instant::now(), outcome: outcome.clone() });
+        outcome
+    }
+
+    fn record(&self, key: &K, value: &V) {
+        // A read that is running now returns a value as new as this one.
+        if let Ok(mut last) = self.cell(key).try_lock() {
+            *last = Some(FinishedRead { at: Instant::now(), outcome: Ok(value.clone()) });
+        }
+    }
+
+    fn cell(&self, key: &K) -> Cell<V> {
+        let mut cells = self.cells.lock().unwrap_or_else(PoisonError::into_inner);
+        if cells.len() >= MAX_KEYS && !cells.contains_key(key) {
+            // Those in use are at most one for each running request.
+            cells.retain(|_, cell| Arc::strong_count(cell) > 1);
+        }
+        Arc::clone(cells.entry(key.clone()).or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use svc_http::problem::Code;
+
+    #[derive(Default)]
+    struct Source {
+        reads: AtomicU64,
+    }
+
+    impl Source {
+        /// Returns the number of this read.
+        async fn read(&self) -> Result<u64, Problem> {
+            let number = self.reads.fetch_add(1, Ordering::SeqCst) + 1;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            Ok(number)
+        }
+
+        async fn fail(&self) -> Result<u64, Problem> {
+            self.read().await?;
+            Err(Problem::new(Code::Unavailable, "down"))
+        }
+    }
+
+    #[tokio::test]
+    async fn value_is_read_again_after_its_lifetime() {
+        let source = Source::default();
+        let (kept, expired) = (CachedReads::new(Duration::MAX), CachedReads::new(Duration::ZERO));
+        for number in [1, 1] {
+            assert_eq!(kept.get(&"a", source.read()).await.unwrap(), number);
+        }
+        assert_eq!(kept.get(&"b", source.read()).await.unwrap(), 2, "another key");
+        kept.record(&"a", &9);
+        assert_eq!(kept.get(&"a", source.read()).await.unwrap(), 9);
+        for number in [3, 4] {
+            assert_eq!(expired.get(&"a", source.read()).await.unwrap(), number);
+        }
+    }
+
+    #[tokio::test]
+    async fn simultaneous_requests_wait_for_one_read() {
+        let source = Source::default();
+        let reads = CachedReads::new(Duration::ZERO);
+        let (a, b, c) = tokio::join!(
+            reads.get(&(), source.read()),
+            reads.get(&(), source.read()),
+            reads.get(&(), source.read())
+        );
+        assert_eq!((a.unwrap(), b.unwrap(), c.unwrap()), (1, 1, 1));
+    }
+
+    #[tokio::test]
+    async fn failure_is_shared_by_those_who_waited_only() {
+        let source = Source::default();
+        let reads = CachedReads::new(Duration::MAX);
+        let (a, b) = tokio::join!(reads.get(&(), source.fail()), reads.get(&(), source.fail()));
+        assert!(a.is_err() && b.is_err());
+        assert_eq!(source.reads.load(Ordering::SeqCst), 1);
+        assert_eq!(reads.get(&(), source.read()).await.unwrap(), 2);
+    }
+
+    #[tokio::test]
+    async fn cancelled_read_is_repeated() {
+        let source = Source::default();
+        let reads = CachedReads::new(Duration::MAX);
+        let cancelled = tokio::time::timeout(Duration::from_millis(5), reads.get(&(), source.read())).await;
+        assert!(cancelled.is_err());
+        assert_eq!(reads.get(&(), source.read()).await.unwrap(), 2);
+    }
+
+    #[tokio::test]
+    async fn number_of_keys_is_bounded() {
+        let reads = CachedReads::new(Duration::MAX);
+        for key in 0..MAX_KEYS * 3 {
+            reads.get(&key, async { Ok(()) }).await.unwrap();
+            assert!(reads.cells.lock().unwrap().len() <= MAX_KEYS);
+        }
+    }
+}
