@@ -153,17 +153,19 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             other.rotate_left(4096);
             objects.store.write(BUCKET, &objects.path(""), other);
         }),
-        ("an empty dump, with a record that fits", "pg_restore ended with", |objects| objects.with_dump(b"")),
-        ("a text instead of a dump, with a record that fits", "pg_restore ended with", |objects| {
+        ("an empty dump, with a record that fits", "pg_restore exited with", |objects| {
+            objects.with_dump(b"")
+        }),
+        ("a text instead of a dump, with a record that fits", "pg_restore exited with", |objects| {
             objects.with_dump(b"DROP DATABASE svc;\n");
         }),
-        ("a head and nothing more, with a record that fits", "pg_restore ended with", |objects| {
+        ("a head and nothing more, with a record that fits", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..200]);
         }),
-        ("a dump cut in the middle, with a record that fits", "pg_restore ended with", |objects| {
+        ("a dump cut in the middle, with a record that fits", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..objects.dump.len() / 2]);
         }),
-        ("damage in the middle, with a record that fits", "pg_restore ended with", |objects| {
+        ("damage in the middle, with a record that fits", "pg_restore exited with", |objects| {
             let mut dump = objects.dump.clone();
             let middle = dump.len() / 2;
             dump[middle..middle + 4000].fill(0);

@@ -449,6 +449,18 @@ mod tests {
     }
 
     #[test]
+    fn recordings_of_release_2_1_197_count_subagents_and_interruptions() {
+        let usage = |name: &str| {
+            let outcome = replay(name).1;
+            let cost = outcome.cost.unwrap_or_default().nanos();
+            (outcome.tokens_in, outcome.tokens_out, cost, outcome.has_unreported_usage)
+        };
+        // Five calls of the model, three of them by a subagent.
+        assert_eq!(usage("agent_fg_2_1_197"), (45_000, 1000, 156_250_000, false));
+        assert_eq!(usage("sigint_2_1_197"), (9000, 200, 31_250_000, false));
+    }
+
+    #[test]
     fn subagents_and_background_work_count() {
         let (_, outcome) = replay("agent_fg");
         assert!(

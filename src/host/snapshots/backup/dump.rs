@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 use super::dump_check;
-use super::dump_check::{ReadError, ReadThrough};
+use super::dump_check::{DumpCheck, DumpCheckError};
 use super::settings::BackupSettings;
 use super::snapshot::Snapshot;
 use super::toc;
@@ -66,10 +66,10 @@ pub struct VerifiedDump {
 /// Why there is no verified dump.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
-    #[error("pg_dump ended with {status}: {complaint}")]
-    Dump { status: ExitStatus, complaint: String },
+    #[error("pg_dump exited with {status}: {stderr_tail}")]
+    Dump { status: ExitStatus, stderr_tail: String },
     #[error(transparent)]
-    Reader(#[from] ReadError),
+    Reader(#[from] DumpCheckError),
     #[error("the dump has no table of contents")]
     NoTableOfContents,
     #[error("{tool} made no progress for {seconds} s")]
@@ -151,7 +151,7 @@ async fn dump_to_sink(
     snapshot: &str,
     sink: &mut impl Sink,
 ) -> Result<VerifiedDump, DumpError> {
-    let start = |source| ReadError::Start { tool: "pg_dump", source };
+    let start = |source| DumpCheckError::Start { tool: "pg_dump", source };
     let BackupSettings { tools, server, .. } = settings;
     let compression = tools.choose_compression(settings.compression).await;
     if compression != settings.compression {
@@ -162,13 +162,13 @@ async fn dump_to_sink(
     }
     let mut dump = tools.dump(server, snapshot, compression);
     let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
-    let reader = ReadThrough::start(tools)?;
+    let reader = DumpCheck::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
     postgres_tools::widen_pipe(&stdout);
-    let complaint = tokio::spawn(dump_check::tail(dump.stderr.take()));
+    let stderr_tail = tokio::spawn(dump_check::tail(dump.stderr.take()));
 
     let pumped = match pump(stdout, &reader, sink).await {
-        Err(error) if !matches!(error, DumpError::Reader(ReadError::ReaderExited)) => return Err(error),
+        Err(error) if !matches!(error, DumpError::Reader(DumpCheckError::ReaderExited)) => return Err(error),
         pumped => pumped,
     };
     let reader_exited = pumped.is_err();
@@ -176,7 +176,7 @@ async fn dump_to_sink(
     let read = reader.finish().await;
     // A reader that fails breaks the pipe of a healthy pg_dump, so its error comes first.
     if !status.success() && !reader_exited {
-        return Err(DumpError::Dump { status, complaint: complaint.await.unwrap_or_default() });
+        return Err(DumpError::Dump { status, stderr_tail: stderr_tail.await.unwrap_or_default() });
     }
     read?;
     let (verified, entries) = pumped?;
@@ -189,7 +189,7 @@ async fn dump_to_sink(
 /// Moves every byte of the dump. The result is valid only once both tools have succeeded.
 async fn pump(
     mut stdout: impl AsyncRead + Unpin,
-    reader: &ReadThrough,
+    reader: &DumpCheck,
     sink: &mut impl Sink,
 ) -> Result<(VerifiedDump, Option<u32>), DumpError> {
     let mut digest = Sha256::new();

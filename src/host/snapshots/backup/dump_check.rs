@@ -17,19 +17,19 @@ const QUEUE_CAPACITY: usize = 8;
 /// Maximum time for a tool to exit after the last byte.
 pub const EXIT_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum length of a reported error of a tool.
-const MAX_COMPLAINT_BYTES: usize = 4096;
+const MAX_STDERR_BYTES: usize = 4096;
 
 /// Why a dump was not read in full.
 #[derive(Debug, thiserror::Error)]
-pub enum ReadError {
+pub enum DumpCheckError {
     #[error("start {tool}")]
     Start {
         tool: &'static str,
         #[source]
         source: std::io::Error,
     },
-    #[error("the dump is damaged: pg_restore exited with {status}: {complaint}")]
-    Damaged { status: ExitStatus, complaint: String },
+    #[error("the dump is damaged: pg_restore exited with {status}: {stderr_tail}")]
+    Damaged { status: ExitStatus, stderr_tail: String },
     /// The state of the dump is unknown.
     #[error("pg_restore was killed: {status}")]
     Killed { status: ExitStatus },
@@ -40,55 +40,58 @@ pub enum ReadError {
         source: std::io::Error,
     },
     #[error("{tool} did not exit within {seconds} s")]
-    Stuck { tool: &'static str, seconds: u64 },
+    TimedOut { tool: &'static str, seconds: u64 },
     #[error("the reader of the dump exited early")]
     ReaderExited,
 }
 
 /// A running `pg_restore`, killed on drop.
-pub struct ReadThrough {
+pub struct DumpCheck {
     child: Child,
     chunks: mpsc::Sender<Bytes>,
     feeder: JoinHandle<bool>,
-    complaint: JoinHandle<String>,
+    stderr_tail: JoinHandle<String>,
 }
 
-impl ReadThrough {
+impl DumpCheck {
     /// # Errors
-    /// [`ReadError::Start`].
-    pub fn start(tools: &PgTools) -> Result<Self, ReadError> {
-        let start = |source| ReadError::Start { tool: "pg_restore", source };
+    /// [`DumpCheckError::Start`].
+    pub fn start(tools: &PgTools) -> Result<Self, DumpCheckError> {
+        let start = |source| DumpCheckError::Start { tool: "pg_restore", source };
         let mut child = tools.check_dump().spawn().map_err(start)?;
         if let Some(stdin) = &child.stdin {
             postgres_tools::widen_pipe(stdin);
         }
-        let complaint = tokio::spawn(tail(child.stderr.take()));
+        let stderr_tail = tokio::spawn(tail(child.stderr.take()));
         let (chunks, queue) = mpsc::channel(QUEUE_CAPACITY);
         let feeder = tokio::spawn(feed(child.stdin.take(), queue));
-        Ok(Self { child, chunks, feeder, complaint })
+        Ok(Self { child, chunks, feeder, stderr_tail })
     }
 
     /// Feeds the next bytes.
     ///
     /// # Errors
-    /// [`ReadError::ReaderExited`] if the tool no longer reads: [`finish`](Self::finish) returns the reason.
-    pub async fn push(&self, chunk: Bytes) -> Result<(), ReadError> {
-        self.chunks.send(chunk).await.map_err(|_| ReadError::ReaderExited)
+    /// [`DumpCheckError::ReaderExited`] if the tool no longer reads: [`finish`](Self::finish) returns the reason.
+    pub async fn push(&self, chunk: Bytes) -> Result<(), DumpCheckError> {
+        self.chunks.send(chunk).await.map_err(|_| DumpCheckError::ReaderExited)
     }
 
     /// After the last byte: checks that everything was a valid dump.
-    pub async fn finish(self) -> Result<(), ReadError> {
-        let Self { mut child, chunks, feeder, complaint } = self;
+    pub async fn finish(self) -> Result<(), DumpCheckError> {
+        let Self { mut child, chunks, feeder, stderr_tail } = self;
         drop(chunks);
         let read_in_full = feeder.await.unwrap_or(false);
         let status = wait_for_exit(&mut child, "pg_restore").await?;
         if status.code().is_none() {
-            return Err(ReadError::Killed { status });
+            return Err(DumpCheckError::Killed { status });
         }
         if !status.success() {
-            return Err(ReadError::Damaged { status, complaint: complaint.await.unwrap_or_default() });
+            return Err(DumpCheckError::Damaged {
+                status,
+                stderr_tail: stderr_tail.await.unwrap_or_default(),
+            });
         }
-        if read_in_full { Ok(()) } else { Err(ReadError::ReaderExited) }
+        if read_in_full { Ok(()) } else { Err(DumpCheckError::ReaderExited) }
     }
 }
 
@@ -104,12 +107,12 @@ async fn feed(stdin: Option<ChildStdin>, mut chunks: mpsc::Receiver<Bytes>) -> b
 }
 
 /// # Errors
-/// [`ReadError::Stuck`] after [`EXIT_TIMEOUT`]; [`ReadError::Wait`].
-pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<ExitStatus, ReadError> {
+/// [`DumpCheckError::TimedOut`] after [`EXIT_TIMEOUT`]; [`DumpCheckError::Wait`].
+pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<ExitStatus, DumpCheckError> {
     let ended = tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await;
     ended
-        .map_err(|_| ReadError::Stuck { tool, seconds: EXIT_TIMEOUT.as_secs() })?
-        .map_err(|source| ReadError::Wait { tool, source })
+        .map_err(|_| DumpCheckError::TimedOut { tool, seconds: EXIT_TIMEOUT.as_secs() })?
+        .map_err(|source| DumpCheckError::Wait { tool, source })
 }
 
 /// The end of a tool's error output, on one line.
@@ -119,7 +122,7 @@ pub async fn tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let mut buffer = [0; 1024];
     while let Ok(read @ 1..) = stderr.read(&mut buffer).await {
         output.extend_from_slice(&buffer[..read]);
-        output.drain(..output.len().saturating_sub(MAX_COMPLAINT_BYTES));
+        output.drain(..output.len().saturating_sub(MAX_STDERR_BYTES));
     }
     postgres_tools::summarize_stderr(&String::from_utf8_lossy(&output))
 }

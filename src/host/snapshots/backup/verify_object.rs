@@ -4,7 +4,7 @@ use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
 use sha2::{Digest, Sha256};
 
-use super::dump_check::{ReadError, ReadThrough};
+use super::dump_check::{DumpCheck, DumpCheckError};
 use crate::system::backoff::Backoff;
 use crate::system::postgres_tools::PgTools;
 use svc_http::problem::chain;
@@ -25,7 +25,7 @@ pub enum RereadError {
     #[error("the SHA-256 of {key} is not the one in its record")]
     WrongDigest { key: String },
     #[error(transparent)]
-    Reader(#[from] ReadError),
+    Reader(#[from] DumpCheckError),
 }
 
 impl RereadError {
@@ -33,7 +33,9 @@ impl RereadError {
     pub fn is_damage(&self) -> bool {
         match self {
             Self::Missing { .. } | Self::WrongSize { .. } | Self::WrongDigest { .. } => true,
-            Self::Reader(error) => matches!(error, ReadError::Damaged { .. } | ReadError::ReaderExited),
+            Self::Reader(error) => {
+                matches!(error, DumpCheckError::Damaged { .. } | DumpCheckError::ReaderExited)
+            }
             Self::Store(_) => false,
         }
     }
@@ -47,7 +49,7 @@ pub async fn reread(
     side: &SideRecord,
     backoff: &mut Backoff,
 ) -> Result<(), RereadError> {
-    let reader = ReadThrough::start(tools)?;
+    let reader = DumpCheck::start(tools)?;
     let mut state = ReadState { length: 0, digest: Sha256::new() };
     while state.length < side.size_bytes {
         let before = state.length;
@@ -61,7 +63,7 @@ pub async fn reread(
                 backoff.pause().await.map_err(|_| RereadError::Store(error))?;
             }
             // The tool's own error says more.
-            Err(RereadError::Reader(ReadError::ReaderExited)) => break,
+            Err(RereadError::Reader(DumpCheckError::ReaderExited)) => break,
             Err(error) => return Err(error),
         }
     }
@@ -83,7 +85,7 @@ impl ReadState {
         &mut self,
         bucket: &Bucket,
         slot: &SlotPrefix,
-        reader: &ReadThrough,
+        reader: &DumpCheck,
         side: &SideRecord,
     ) -> Result<(), RereadError> {
         let missing = || RereadError::Missing { key: side.key.clone() };

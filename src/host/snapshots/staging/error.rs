@@ -26,8 +26,8 @@ pub enum LoadError {
     },
     #[error("start pg_restore")]
     Start(#[source] std::io::Error),
-    #[error("pg_restore ended with {status}: {complaint}")]
-    Restore { status: ExitStatus, complaint: String },
+    #[error("pg_restore exited with {status}: {stderr_tail}")]
+    Restore { status: ExitStatus, stderr_tail: String },
     #[error("pg_restore did not exit in time")]
     Stuck,
     #[error("the restored database is not what the record says: {0}")]

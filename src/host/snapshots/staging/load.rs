@@ -152,8 +152,8 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
         return Ok(());
     }
     let stderr_text = String::from_utf8_lossy(&stderr_bytes);
-    let complaint = postgres_tools::summarize_stderr(&stderr_text).chars().take(2000).collect();
-    Err(LoadError::Restore { status, complaint })
+    let stderr_tail = postgres_tools::summarize_stderr(&stderr_text).chars().take(2000).collect();
+    Err(LoadError::Restore { status, stderr_tail })
 }
 
 /// Reports the size of the database while it is loaded.

@@ -25,7 +25,7 @@ use svc_store::pointer::SnapshotRef;
 
 /// Maximum time of `pg_restore` after the last byte, when it builds indexes.
 const INDEXES_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
-const MAX_COMPLAINT_BYTES: u64 = 64 * 1024;
+const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
 /// Loads the dump into a database without writing it to disk.
 ///
@@ -38,7 +38,7 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
         let mut output = Vec::new();
         if let Some(stderr) = stderr {
             // A broken pipe just ends the output.
-            let _ = stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut output).await;
+            let _ = stderr.take(MAX_STDERR_BYTES).read_to_end(&mut output).await;
         }
         output
     });
@@ -60,8 +60,8 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
 }
 
 fn failure(status: ExitStatus, stderr: &[u8]) -> LoadError {
-    let complaint = postgres_tools::summarize_stderr(&String::from_utf8_lossy(stderr));
-    LoadError::Restore { status, complaint: complaint.chars().take(2000).collect() }
+    let stderr_tail = postgres_tools::summarize_stderr(&String::from_utf8_lossy(stderr));
+    LoadError::Restore { status, stderr_tail: stderr_tail.chars().take(2000).collect() }
 }
 
 /// Why not every byte was received.

@@ -7,7 +7,7 @@ use tokio_postgres::Client;
 
 use super::catalog;
 use crate::snapshots::backup::dump_check;
-use crate::snapshots::backup::dump_check::ReadError;
+use crate::snapshots::backup::dump_check::DumpCheckError;
 use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
 use crate::snapshots::side_database::{CopiedTable, DATABASE};
@@ -20,9 +20,9 @@ use svc_store::snapshot::TableCount;
 #[derive(Debug, thiserror::Error)]
 pub enum RecreateError {
     #[error(transparent)]
-    Tool(#[from] ReadError),
-    #[error("{tool} ended with {status}: {complaint}")]
-    Ended { tool: &'static str, status: ExitStatus, complaint: String },
+    Tool(#[from] DumpCheckError),
+    #[error("{tool} exited with {status}: {stderr_tail}")]
+    Ended { tool: &'static str, status: ExitStatus, stderr_tail: String },
     #[error("pipe the tables from pg_dump to pg_restore")]
     Pipe(#[source] std::io::Error),
     #[error("inspect the missing tables")]
@@ -76,7 +76,7 @@ async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), R
 }
 
 async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), RecreateError> {
-    let start = |tool| move |source| ReadError::Start { tool, source };
+    let start = |tool| move |source| DumpCheckError::Start { tool, source };
     let mut dump = settings.tools.dump_tables(&settings.server, DATABASE, tables);
     let mut dump = dump.spawn().map_err(start("pg_dump"))?;
     let mut load = settings.tools.load_stdin(&settings.server, settings.server.database());
@@ -98,7 +98,7 @@ async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), R
         }
         let status = dump_check::wait_for_exit(child, tool).await?;
         if !status.success() {
-            return Err(RecreateError::Ended { tool, status, complaint: error.await.unwrap_or_default() });
+            return Err(RecreateError::Ended { tool, status, stderr_tail: error.await.unwrap_or_default() });
         }
     }
     piped.map_err(RecreateError::Pipe)

@@ -36,7 +36,7 @@ const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
 /// Limit of a listing, which has a line per table, index and constraint.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
-const MAX_COMPLAINT_BYTES: u64 = 64 * 1024;
+const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
 /// Why the archive's database is refused.
 #[derive(Debug, thiserror::Error)]
@@ -48,8 +48,8 @@ pub enum UntrustedError {
          constraints alone\n  next: drop it before the export, and create it again after the import"
     )]
     Forbidden { what: String },
-    #[error("the archive's dump cannot be read: {complaint}")]
-    Unreadable { complaint: String },
+    #[error("the archive's dump cannot be read: {stderr_tail}")]
+    Unreadable { stderr_tail: String },
     #[error(
         "PostgreSQL's client tools are in the database's container alone\n  next: install a release with its runtimes"
     )]
@@ -137,7 +137,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
         };
         let errors = async {
             match stderr {
-                Some(stderr) => stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut stderr_bytes).await,
+                Some(stderr) => stderr.take(MAX_STDERR_BYTES).read_to_end(&mut stderr_bytes).await,
                 None => Ok(0),
             }
         };
@@ -147,7 +147,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
     };
     let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
     let unreadable =
-        |complaint: &str| UntrustedError::Unreadable { complaint: untrusted_text::bounded(complaint) };
+        |stderr_tail: &str| UntrustedError::Unreadable { stderr_tail: untrusted_text::bounded(stderr_tail) };
     let status = ended.map_err(|_| unreadable("the listing timed out"))?.map_err(UntrustedError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
