@@ -140,10 +140,13 @@ pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<C
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(PinVerifier { pin, check, algorithms }))
         .with_no_client_auth();
-    if has_chain {
+    config.resumption = if has_chain {
         // A resumed session would outlive the certificate that was verified for it.
-        config.resumption = Resumption::disabled();
-    }
+        Resumption::disabled()
+    } else {
+        // There is one server for each pin.
+        Resumption::in_memory_sessions(1)
+    };
     Ok(config)
 }
 

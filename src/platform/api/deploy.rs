@@ -134,8 +134,12 @@ async fn create_rollout(
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let rollout = json!(resource::rollout::with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
+            // Without the machines, which the rollout keeps: an entry of a fleet would have a megabyte.
             let mut after = rollout;
-            after["except"] = json!(request.except.iter().map(Handle::as_str).collect::<Vec<_>>());
+            after.as_object_mut().map(|rollout| rollout.remove("machines"));
+            let names = |handles: &[Handle]| json!(handles.iter().map(Handle::as_str).collect::<Vec<_>>());
+            after["except"] = names(&request.except);
+            after["handles"] = request.handles.as_deref().map_or(Value::Null, names);
             let change =
                 AuditChange { action: "deploy", target: id.to_string(), before: None, after: Some(after) };
             Ok(Effect::changed(reply, change))

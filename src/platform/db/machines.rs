@@ -138,7 +138,8 @@ pub async fn find_by_handle(
     client: &impl GenericClient,
     handle: &Handle,
 ) -> Result<Option<MachineRow>, DbError> {
-    let rest = format!("handle = $1 AND {ACTIVE} ORDER BY machine_id LIMIT 1");
+    let of_handle = OF_HANDLE.replace('$', "$1");
+    let rest = format!("{of_handle} AND {ACTIVE} ORDER BY machine_id LIMIT 1");
     Ok(find_many(client, &rest, &[&handle.as_str()]).await?.pop())
 }
 

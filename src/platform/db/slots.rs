@@ -155,14 +155,16 @@ pub async fn set_release(
     execute(client, sql, &[&user.as_str(), &slot.as_str(), &version.as_str()]).await.map(drop)
 }
 
-/// [`set_release`] for the slot of a machine.
+/// [`set_release`] for the slot of a machine. Without a change, which is usual, it locks no row.
 pub async fn set_release_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
     version: &ImageVersion,
 ) -> Result<(), DbError> {
     let sql = "INSERT INTO slot_releases (idp_user_id, slot, image_version) \
-               SELECT idp_user_id, slot, $2 FROM user_machines WHERE machine_id = $1 \
+               SELECT idp_user_id, slot, $2 FROM user_machines m WHERE machine_id = $1 \
+               AND NOT EXISTS (SELECT 1 FROM slot_releases r WHERE r.idp_user_id = m.idp_user_id AND r.slot = m.slot \
+                 AND r.image_version = $2) \
                ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $2, set_at = clock_timestamp() \
                WHERE slot_releases.image_version <> $2";
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)

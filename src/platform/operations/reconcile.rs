@@ -197,7 +197,17 @@ async fn check_servers(platform: &Platform, unless_within: Duration) -> (Invento
 
 async fn claim_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
     let session = platform.db.session().await?;
-    db::tasks::claim_turn(&session, "servers", unless_within).await
+    let servers = db::servers::count_own(&session).await?.existing;
+    db::tasks::claim_turn(&session, "servers", unless_within.max(listing_interval(servers))).await
+}
+
+/// The shortest time between two lists of all servers: the calls for more than one page take at most a quarter of the
+/// provider's rate, so that operations do not wait for them.
+fn listing_interval(servers: u64) -> Duration {
+    const SERVERS_PER_CALL: u64 = 50;
+    const SECONDS_PER_CALL: u64 = 4;
+    let further_calls = servers.saturating_sub(1) / SERVERS_PER_CALL;
+    Duration::from_secs(further_calls * SECONDS_PER_CALL)
 }
 
 /// Deletes servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
@@ -222,4 +232,16 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
         platform.nudge.notify_one();
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listing_interval_leaves_most_of_the_rate_to_operations() {
+        for (servers, seconds) in [(0, 0), (1, 0), (50, 0), (51, 4), (500, 36), (5000, 396)] {
+            assert_eq!(listing_interval(servers), Duration::from_secs(seconds), "{servers}");
+        }
+    }
 }

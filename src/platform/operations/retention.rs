@@ -2,15 +2,20 @@
 
 use std::time::Duration;
 
+use deadpool_postgres::Object;
+
 use crate::context::Platform;
-use crate::db;
 use crate::db::retention::{Expiring, ExpiringTable};
+use crate::db::{self, DbError};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
+use svc_base::chain::chain;
 use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
 const BATCH_ROWS: i64 = 1000;
+/// A rollout is deleted with thousands of machines.
+const ROLLOUT_BATCH_ROWS: i64 = 5;
 /// Per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
@@ -19,7 +24,7 @@ const SESSION_GRACE: Duration = Duration::from_secs(3600);
 const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 
 /// # Errors
-/// On a database error; the next pass resumes.
+/// The first failure; the other tables are pruned all the same, and the next pass resumes.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
@@ -27,6 +32,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         return Ok(());
     }
     let retention = platform.config.timing.retention;
+    let mut first_error = None;
     for expiring in [
         Expiring::new(ExpiringTable::Sessions, SESSION_GRACE),
         Expiring::new(ExpiringTable::SessionCodes, SESSION_GRACE),
@@ -38,12 +44,21 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         // Operators are kept as long as the audit names them, so that a name never means two people in it.
         Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
-        for _ in 0..MAX_BATCHES {
-            let deleted = db::retention::delete_batch(&session, &expiring, BATCH_ROWS).await?;
-            RETENTION_DELETED.add([expiring.table], deleted);
-            if deleted < BATCH_ROWS.unsigned_abs() {
-                break;
-            }
+        if let Err(error) = prune_table(&session, &expiring).await {
+            tracing::warn!(table = expiring.table, error = %chain(&error), "cannot delete expired rows");
+            first_error = first_error.or(Some(error));
+        }
+    }
+    first_error.map_or(Ok(()), |error| Err(error.into()))
+}
+
+async fn prune_table(session: &Object, expiring: &Expiring) -> Result<(), DbError> {
+    let batch = if expiring.table == "rollouts" { ROLLOUT_BATCH_ROWS } else { BATCH_ROWS };
+    for _ in 0..MAX_BATCHES {
+        let deleted = db::retention::delete_batch(session, expiring, batch).await?;
+        RETENTION_DELETED.add([expiring.table], deleted);
+        if deleted < batch.unsigned_abs() {
+            break;
         }
     }
     Ok(())
