@@ -342,7 +342,7 @@ fn other_names(
         return Vec::new();
     }
     let mut changes = Vec::new();
-    for (folder, name, was) in tree.of_files(|file| shared.0.contains_key(&file)) {
+    for (folder, name, was) in tree.names_of(shared.0.keys().copied()) {
         let Some(path) = tree.path(folder) else { continue };
         let full = below(&path, &name);
         if after.contains_key(&full) {

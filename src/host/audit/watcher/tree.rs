@@ -2,7 +2,7 @@
 //!
 //! In memory only; performs no I/O. Folders are identified by inode, so that they keep their identity when moved.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub type Inode = u64;
 /// Bytes, since a name need not be valid UTF-8.
@@ -57,13 +57,18 @@ pub type Paths<T> = BTreeMap<Vec<u8>, T>;
 pub struct Tree {
     root: Inode,
     folders: HashMap<Inode, Folder>,
+    /// All names of the files that [`Self::names_of`] was called for, and perhaps names that they no longer have.
+    indexed: HashMap<FileId, HashSet<(Inode, Name)>>,
 }
+
+/// Above this number of indexed files, the index starts anew.
+const MAX_INDEXED: usize = 20_000;
 
 impl Tree {
     /// An empty tree.
     pub fn new(root: Inode) -> Self {
         let folder = Folder { parent: None, entries: BTreeMap::new() };
-        Self { root, folders: HashMap::from([(root, folder)]) }
+        Self { root, folders: HashMap::from([(root, folder)]), indexed: HashMap::new() }
     }
 
     pub fn root(&self) -> Inode {
@@ -120,8 +125,15 @@ impl Tree {
             let parent = Some((folder, name.clone()));
             self.folders.insert(seen.inode, Folder { parent, entries: BTreeMap::new() });
         }
+        self.index(folder, &name, seen);
         if let Some(folder) = self.folders.get_mut(&folder) {
             folder.entries.insert(name, seen);
+        }
+    }
+
+    fn index(&mut self, folder: Inode, name: &[u8], seen: FileState) {
+        if let Some(names) = self.indexed.get_mut(&seen.id()) {
+            names.insert((folder, name.into()));
         }
     }
 
@@ -129,6 +141,7 @@ impl Tree {
     pub fn refresh(&mut self, folder: Inode, name: &[u8], seen: FileState) {
         if let Some(entry) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.get_mut(name)) {
             *entry = seen;
+            self.index(folder, name, seen);
         }
     }
 
@@ -163,13 +176,32 @@ impl Tree {
         parent.is_some_and(|(of, name)| *of == above && last(path) == &name[..])
     }
 
-    /// All names of the matching files.
-    pub fn of_files(&self, wanted: impl Fn(FileId) -> bool) -> Vec<(Inode, Name, FileState)> {
+    /// All names of these files. The first call for a file looks through the whole tree.
+    pub fn names_of(&mut self, files: impl Iterator<Item = FileId>) -> Vec<(Inode, Name, FileState)> {
+        let files: Vec<FileId> = files.collect();
+        if self.indexed.len() + files.len() > MAX_INDEXED {
+            self.indexed.clear();
+        }
+        let new: HashSet<FileId> =
+            files.iter().filter(|file| !self.indexed.contains_key(file)).copied().collect();
+        if !new.is_empty() {
+            self.indexed.extend(new.iter().map(|file| (*file, HashSet::new())));
+            for (inode, folder) in &self.folders {
+                for (name, seen) in folder.entries.iter().filter(|(_, seen)| new.contains(&seen.id())) {
+                    self.indexed.entry(seen.id()).or_default().insert((*inode, name.clone()));
+                }
+            }
+        }
         let mut found = Vec::new();
-        for (inode, folder) in &self.folders {
-            let files =
-                folder.entries.iter().filter(|(_, seen)| seen.kind == Kind::File && wanted(seen.id()));
-            found.extend(files.map(|(name, seen)| (*inode, name.clone(), *seen)));
+        for file in files {
+            let Some(names) = self.indexed.get_mut(&file) else { continue };
+            names.retain(|(folder, name)| {
+                let seen = self.folders.get(folder).and_then(|folder| folder.entries.get(name));
+                let is_current = seen.is_some_and(|seen| seen.id() == file);
+                let seen = seen.filter(|seen| is_current && seen.kind == Kind::File);
+                found.extend(seen.map(|seen| (*folder, name.clone(), *seen)));
+                is_current
+            });
         }
         found
     }
@@ -196,4 +228,43 @@ pub fn below(path: &[u8], name: &[u8]) -> Vec<u8> {
 /// The last component of a path.
 pub fn last(path: &[u8]) -> &[u8] {
     path.rsplit(|&byte| byte == b'/').next().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(inode: Inode) -> FileState {
+        FileState { inode, size: 1, mtime: 1, born: 1, kind: Kind::File, is_shared: true }
+    }
+
+    fn names(tree: &mut Tree, inode: Inode) -> Vec<(Inode, String)> {
+        let found = tree.names_of([file(inode).id()].into_iter());
+        let mut found: Vec<_> = found
+            .into_iter()
+            .map(|(folder, name, _)| (folder, String::from_utf8_lossy(&name).into()))
+            .collect();
+        found.sort();
+        found
+    }
+
+    #[test]
+    fn names_of_follows_names_that_are_added_replaced_and_removed() {
+        let mut tree = Tree::new(1);
+        let folder = FileState { kind: Kind::Folder, ..file(2) };
+        tree.put(1, b"sub"[..].into(), folder);
+        for (folder, name) in [(1, &b"a"[..]), (2, &b"b"[..])] {
+            tree.put(folder, name.into(), file(10));
+        }
+        assert_eq!(names(&mut tree, 10), [(1, "a".to_owned()), (2, "b".to_owned())]);
+        tree.put(1, b"c"[..].into(), file(10));
+        tree.put(1, b"a"[..].into(), file(11));
+        assert_eq!(names(&mut tree, 10), [(1, "c".to_owned()), (2, "b".to_owned())]);
+        assert_eq!(names(&mut tree, 11), [(1, "a".to_owned())]);
+        tree.refresh(1, b"c", file(11));
+        assert_eq!(names(&mut tree, 11), [(1, "a".to_owned()), (1, "c".to_owned())]);
+        let (mut before, mut left) = (Paths::new(), Vec::new());
+        tree.take(1, b"sub", b"sub".to_vec(), &mut before, &mut left);
+        assert_eq!(names(&mut tree, 10), []);
+    }
 }
