@@ -95,12 +95,13 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     fields.finish(built)
 }
 
-/// A list of handles, if the field is present.
+/// A list of handles, if the field is given and not null.
 fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
-    if !fields.has(name) {
+    let is_given = fields.has(name);
+    let texts = fields.strings(name, MAX_HANDLES);
+    if !is_given {
         return None;
     }
-    let texts = fields.strings(name, MAX_HANDLES);
     let handles: Result<Vec<Handle>, _> = texts.iter().map(|text| text.parse()).collect();
     if texts.is_empty() || handles.is_err() {
         fields.wrong(name, "must contain at least one handle, and only valid handles");

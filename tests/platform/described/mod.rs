@@ -176,6 +176,7 @@ impl Side for World {
             "snapshotKey" => json!(format!("system/db/snapshots/{DUMP}")),
             "handle" => json!("h-user-1"),
             "handles" => json!(["h-user-1"]),
+            "except" => json!(["h-user-2"]),
             "machineId" => json!(self.guest(operation).machine),
             "serverType" => json!("cpx32"),
             "location" => json!("hel1"),

@@ -77,7 +77,7 @@ async fn every_documented_error_code_is_provoked() {
     world.stack.store.up().unwrap();
     database.kill9().await.unwrap();
     super::without_database(&world).await;
-    let world = World::start(&[]).await;
+    let world = World::start(&[KEPT_SERVERS]).await;
     ends(&mut Rows { world: &world }).await;
 
     let all: Vec<&'static Operation> = operations().collect();
@@ -102,7 +102,9 @@ async fn provisioning(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     rows.post_to(&confirming, path, &provision_body("user_small"), 428, "confirmation_required").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     world.stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
-    rows.post("/vps/provision/quote", &provision_body("user_small"), 503, "unavailable").await;
+    // The other process has read the prices before.
+    let quote = "/vps/provision/quote";
+    rows.post_to(&confirming, quote, &provision_body("user_small"), 503, "unavailable").await;
     world.stack.provider.clear_faults();
 }
 
@@ -342,6 +344,9 @@ async fn bundles(rows: &mut Rows<'_>) {
     rows.row(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
 }
 
+/// A replaced server stays, so that another replacement in a full project is refused.
+const KEPT_SERVERS: (&str, &str) = ("PREDECESSOR_KEEP_SECONDS", "3600");
+
 /// The results of a machine's end: revoked tokens, and a deleted machine.
 async fn ends(rows: &mut Rows<'_>) {
     let world = rows.world;
@@ -369,6 +374,9 @@ async fn ends(rows: &mut Rows<'_>) {
     rows.post("/vps/recover", &other, 409, "invalid_state").await;
     let operation = recovered.body["operationId"].as_str().unwrap();
     stack.wait_until_ended(&world.process, operation).await;
+    let full = stack.start_platform_with(&[KEPT_SERVERS, ("PROVIDER_SERVER_LIMIT", "1")]);
+    rows.post_to(&full, "/vps/recover", &json!({"idpUserId": "user_1"}), 409, "server_limit_reached").await;
+    drop(full);
     rows.post(&format!("/vps/operations/{operation}/abandon"), &json!({}), 409, "invalid_state").await;
     let replaced = |method, path: &str| {
         stack.request(&world.process, method, path).bearer_auth(&world.runs.upgrade_token)
