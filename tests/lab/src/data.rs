@@ -25,6 +25,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
+    vm.run(&set_retries(false), SHORT_TIMEOUT).await?.success().context("end retries")?;
     let outage = stack.store.fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
@@ -47,12 +48,25 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let refused = outage.hits();
     stack.store.heal();
+    vm.run(&set_retries(true), SHORT_TIMEOUT).await?.success().context("allow retries")?;
     verified_pointer(stack)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
     eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
     let detail = "two backups exited with 69; record, metrics, doctor and fleet report it, pointer unchanged";
     Ok(((), format!("{detail}; {refused} calls refused; the next backup succeeded")))
+}
+
+/// The hourly unit retries for most of an hour while the store is away, or fails at once.
+fn set_retries(are_allowed: bool) -> String {
+    const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
+    let change = if are_allowed {
+        format!("rm -r {DIR}")
+    } else {
+        let once = r"[Service]\nExecStart=\nExecStart=/opt/svc/bin/svc-db-backup run\n";
+        format!("mkdir -p {DIR} && printf '{once}' > {DIR}/once.conf")
+    };
+    format!("{change} && systemctl daemon-reload")
 }
 
 async fn check_fleet_attention(stack: &Stack, expected: bool) -> Result<()> {
