@@ -428,7 +428,6 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
         (404, "bundle_not_found", 65),
         (404, "not_found", 65),
         (409, "handle_taken", 65),
-        (409, "conflict", 65),
         (502, "provisioning_error", 69),
         (503, "disabled", 75),
         (500, "internal", 70),
@@ -441,6 +440,21 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
             assert!(text.contains(part), "{code}: {text}");
         }
         assert_eq!(platform.seen().len(), 1, "{code} must not be retried");
+    }
+}
+
+#[tokio::test]
+async fn advice_for_a_conflict_depends_on_what_conflicts() {
+    for (detail, advice) in [
+        ("Rollout 01a2 is already running.", Some("`svcctl deploy abort` ends one")),
+        ("Hosts cannot update to v1: its release is not signed.", Some("publish the release again")),
+        ("Operator ann has been revoked.", None),
+    ] {
+        let platform = Platform::start([Reply::Json(409, problem(409, "conflict", detail))]).await;
+        let text = stderr(&platform.svcctl(&["slot", "set", "user_1", "--plan", "max"]).await);
+        assert!(text.contains(detail), "{text}");
+        assert_eq!(text.contains("next:"), advice.is_some(), "{text}");
+        assert!(advice.is_none_or(|advice| text.contains(advice)), "{text}");
     }
 }
 

@@ -7,10 +7,10 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Runs `work` until ^C, which prints the command that continues to follow the operation.
+/// Runs `work` until Ctrl-C. Then prints the command that follows the operation again, and ends the process by SIGINT.
 ///
 /// # Errors
-/// Those of `work`, and [`Exit::TryAgain`] after ^C.
+/// Those of `work`; [`Exit::TryAgain`] after Ctrl-C if `/bin/sh` cannot be executed.
 pub async fn run_until_interrupted<T>(
     command: &str,
     work: impl Future<Output = Result<T, Failure>>,
@@ -21,8 +21,8 @@ pub async fn run_until_interrupted<T>(
     }
 }
 
-/// Prints what continues, and ends this process by the signal, so that a loop in a shell ends as well. `exec` restores the
-/// signal's default action. Returns only if `exec` fails.
+/// Prints that the operation continues, and ends this process by SIGINT, so that a shell loop around it ends as well.
+/// `exec` restores the signal's default action. Returns only if `exec` fails.
 fn stop_waiting(command: &str) -> Failure {
     let message = format!("stopped waiting; the operation continues\n  next: `{command}`");
     eprintln!("\n{message}");

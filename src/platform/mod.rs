@@ -73,7 +73,7 @@ use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
 use self::rates::ApiRates;
 use self::route_freshness::Freshness;
-use self::router::{RouterContext, RouterService};
+use self::router::{RouterContext, RouterService, UserMarks};
 use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -117,7 +117,7 @@ enum Command {
     Probe,
 }
 
-/// The command line, for the reference.
+/// The command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -183,6 +183,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         config: config.routing.clone(),
         trust: config.trust.clone(),
         proof: keys.clone(),
+        marks: UserMarks::new(&config.keys.current, config.keys.previous.as_ref()),
         freshness: freshness.clone(),
         stop: stop.clone(),
     };

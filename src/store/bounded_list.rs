@@ -1,4 +1,4 @@
-//! Deserializes lists from hosts. Their maximum length is enforced before memory is allocated.
+//! Deserializes lists from hosts. The maximum length is enforced during parsing: a longer list is never held in memory.
 
 use std::fmt;
 use std::marker::PhantomData;

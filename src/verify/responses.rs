@@ -1,5 +1,5 @@
-//! The gateway's responses, as far as the checks read them. A host may be hostile: what is not read is not stored, and
-//! lists have a limit.
+//! The parts of the gateway's responses that the checks read. A host may be hostile: other fields are not stored, and
+//! lists are bounded.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// More apps than a machine runs.
+/// Far above the number of apps on a machine.
 const MAX_APPS: usize = 1000;
 
 /// The response of `/readyz`.
@@ -49,8 +49,8 @@ pub struct SchemaNames(pub Vec<String>);
 
 #[derive(Deserialize)]
 struct AppSchema {
-    #[serde(alias = "slug")]
     app: Option<String>,
+    slug: Option<String>,
 }
 
 /// A list of at most [`MAX_APPS`] items.
@@ -99,7 +99,7 @@ impl<'de> Visitor<'de> for NamesVisitor {
 
     fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<Vec<String>, A::Error> {
         let items = ListVisitor::<AppSchema>(PhantomData).visit_seq(items)?;
-        Ok(items.into_iter().filter_map(|item| item.app).collect())
+        Ok(items.into_iter().filter_map(|item| item.app.or(item.slug)).collect())
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut items: A) -> Result<Vec<String>, A::Error> {
@@ -127,8 +127,8 @@ mod tests {
     #[test]
     fn schema_names_are_read_from_array_and_object() {
         let names = |text: &str| serde_json::from_str::<SchemaList>(text).map(|list| list.data.0);
-        let array = r#"{"data": [{"app": "notes", "tables": [[1]]}, {"slug": "tasks"}, {}]}"#;
-        assert_eq!(names(array).unwrap(), ["notes", "tasks"]);
+        let array = r#"{"data": [{"app": "notes", "tables": [[1]]}, {"app": "a", "slug": "b"}, {"slug": "tasks"}, {}]}"#;
+        assert_eq!(names(array).unwrap(), ["notes", "a", "tasks"]);
         assert_eq!(names(r#"{"data": {"notes": {"tables": []}}}"#).unwrap(), ["notes"]);
         assert!(names(r#"{"data": "notes"}"#).is_err());
     }

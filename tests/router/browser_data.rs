@@ -1,4 +1,4 @@
-//! What one user's machine left in a browser does not act as the next user of that browser.
+//! Data that one user's machine stored in a browser does not act as the browser's next user.
 
 use anyhow::{Context, Result};
 use http::{HeaderMap, StatusCode};
@@ -9,7 +9,7 @@ use super::world::{APP, CODE, RouterResponse, World, read};
 
 const CLEARED: &str = "\"cache\", \"storage\"";
 
-/// Two users, each with a running machine, behind a proxy that ends TLS.
+/// Two users, each with a running machine, behind a proxy that terminates TLS.
 async fn two_users() -> Result<(World, TestMachine, TestMachine)> {
     let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
     let (one, two) = (TestMachine::start().await?, TestMachine::start().await?);
@@ -25,7 +25,8 @@ fn in_browser(request: RequestBuilder, cookie: &str) -> RequestBuilder {
 }
 
 fn page(world: &World, host: &str, path: &str, cookie: &str) -> RequestBuilder {
-    in_browser(world.get(host, path), cookie).header("accept", "text/html")
+    let navigation = in_browser(world.get(host, path), cookie).header("sec-fetch-mode", "navigate");
+    navigation.header("sec-fetch-dest", "document").header("accept", "text/html")
 }
 
 fn clears(headers: &HeaderMap) -> Option<&str> {
@@ -63,6 +64,16 @@ async fn data_of_another_user_is_cleared_before_a_machine_is_reached() -> Result
             "{path}"
         );
     }
+    // Scripts and frames can ask for a page, but not open one.
+    for (mode, dest) in [("cors", "empty"), ("navigate", "iframe")] {
+        let fetched = in_browser(world.get(APP, "/"), &switched)
+            .header("accept", "text/html")
+            .header("sec-fetch-mode", mode)
+            .header("sec-fetch-dest", dest);
+        let refused = read(fetched).await;
+        assert_eq!(refused.status, StatusCode::UNAUTHORIZED, "{mode} {dest}");
+        assert_eq!(refused.cookie("__Host-svc_last_user"), None, "{mode} {dest}");
+    }
     let token =
         in_browser(world.post(APP, "/_svc/app-token"), &switched).json(&serde_json::json!({"app": "notes"}));
     assert_eq!(read(token).await.status, StatusCode::UNAUTHORIZED);
@@ -75,7 +86,7 @@ async fn data_of_another_user_is_cleared_before_a_machine_is_reached() -> Result
     assert_eq!(read(page(&world, APP, "/", &marked)).await.status, StatusCode::OK);
     assert_eq!(two.arrivals().len(), seen.1 + 1);
 
-    // A program keeps no data of a machine.
+    // A client that is not a browser stores no data, so it is not refused.
     assert_eq!(read(world.get(APP, "/").header("cookie", &switched)).await.status, StatusCode::OK);
     Ok(())
 }
@@ -103,7 +114,7 @@ async fn sign_out_and_choice_of_another_account_clear_data() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_cannot_change_the_origin_for_later_users() -> Result<()> {
+async fn machine_cannot_affect_later_users_of_the_origin() -> Result<()> {
     let (world, _one, _two) = two_users().await?;
     let first = read(page(&world, APP, "/page", &format!("__session={}", world.token("user_1")))).await;
     let marked = format!("__session={}; {}", world.token("user_1"), last_user(&first)?);
@@ -122,6 +133,6 @@ async fn machine_cannot_change_the_origin_for_later_users() -> Result<()> {
     assert_eq!(read(worker).await.status, StatusCode::FORBIDDEN);
     let editor =
         world.get(CODE, "/worker.js").header("service-worker", "script").bearer_auth(world.token("user_1"));
-    assert_eq!(read(editor).await.status, StatusCode::OK, "the editor needs one");
+    assert_eq!(read(editor).await.status, StatusCode::OK, "the editor needs its service worker");
     Ok(())
 }

@@ -27,14 +27,14 @@ struct LedgerState {
     machines: Vec<String>,
     operations: BTreeSet<String>,
     registrations: BTreeSet<String>,
-    /// The body with which each machine was first accepted.
+    /// The first accepted registration of each machine, as far as the platform's database still has it.
     accepted: BTreeMap<String, Value>,
     ended: BTreeSet<String>,
     seen: BTreeSet<Violation>,
     requests: u32,
     /// The epochs that heartbeat responses assigned.
     epochs: BTreeMap<String, u32>,
-    /// Machines whose hosts have recorded that they are registered; a host does not forget it.
+    /// The accepted registration that each host has recorded; a restore of the platform's database does not affect it.
     registered: BTreeMap<String, Value>,
     was_restored: bool,
 }
@@ -134,7 +134,7 @@ impl Ledger {
         self.book().registrations.clone()
     }
 
-    /// The machines named by responses, in that order.
+    /// The machines named by responses, in the order of the responses.
     pub fn machines(&self) -> Vec<String> {
         self.book().machines.clone()
     }
@@ -161,7 +161,8 @@ impl Ledger {
     pub fn record_restore(&self) {
         let mut book = self.book();
         book.was_restored = true;
-        // Accepted requests may be missing in the copy. A repeated request with an earlier key may be served from the copy.
+        // Accepted requests may be missing from the copy. A repeated request with an earlier key may be served from the
+        // copy.
         book.records.iter_mut().for_each(|record| record.status = 0);
         book.keys.clear();
         book.operations.clear();

@@ -77,7 +77,7 @@ enum Command {
     Logs(cli::LogsArgs),
 }
 
-/// The command line, for the reference.
+/// The command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

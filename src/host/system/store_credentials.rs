@@ -41,7 +41,7 @@ const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
 /// Credentials count as expired this early, because a request takes time after it was signed.
 const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
 const MAX_ATTEMPTS: u32 = 4;
-/// Delay after a failed renewal, while the current credentials are still valid.
+/// Delay after a failed renewal, while the current or the outage session is usable.
 const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);
 
 /// Whether an applet may use the outage session.
@@ -67,7 +67,7 @@ struct SourceState {
     active: ActiveSession,
     /// A due renewal is not attempted before this time.
     not_before: Timestamp,
-    /// Never cleared once set.
+    /// Whether the platform has withdrawn the credentials, which is final.
     is_withdrawn: bool,
 }
 
@@ -181,7 +181,7 @@ impl RenewingCredentials {
     }
 
     /// Renews the sessions if they are older than `MAX_OUTAGE_SESSION_AGE`, so that an outage of the platform begins
-    /// with a fresh outage session. This costs the platform two STS calls per host in that time.
+    /// with a fresh outage session. The platform makes two STS calls per host in each such interval.
     pub async fn refresh(&self) -> Result<(), CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {

@@ -133,7 +133,7 @@ impl Print {
     }
 }
 
-/// The command line, for the reference.
+/// The command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -1,11 +1,11 @@
 //! Whether the provider's project has room for one more server.
 //!
-//! The provider's API reports a project's servers, but not its limit: the limit is `PROVIDER_SERVER_LIMIT`, or known
-//! for a while after the provider has refused an order because of it.
+//! The provider's API reports a project's servers, but not its limit: the limit is `PROVIDER_SERVER_LIMIT`. In
+//! addition, the project counts as full for a few minutes after the provider has refused an order because of its limit.
 //!
-//! A replaced machine keeps its server for a while, so a slot has one server more than usual. That one may exceed the
-//! limit: a full project does not prevent a recovery. It may not twice: a slot that is replaced again and again would get
-//! any number of servers.
+//! A replaced machine keeps its server for a while, so a slot has one server more than usual. This extra server may
+//! exceed the limit, so that a full project does not prevent a recovery. A second extra server may not: otherwise,
+//! repeated replacements of one slot would accumulate servers without bound.
 
 use deadpool_postgres::{GenericClient, Transaction};
 use serde_json::json;
@@ -54,14 +54,14 @@ async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) 
     Ok(used(listed, db::servers::count_own(client).await?))
 }
 
-/// Without a list, the servers of the platform's machines. Servers that were recorded since the list was requested may be
-/// missing in it: their orders are not counted any more, so they are.
+/// Without a list, the servers of the platform's machines. A server that was recorded after the list was requested may
+/// be missing from it. It no longer counts as ordered, so it is added to the list.
 fn used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
     let listed = listed.and_then(|list| Some(list.listed? + own.existing.saturating_sub(list.recorded)));
     listed.unwrap_or_default().max(own.existing) + own.ordered
 }
 
-/// Ensures that one more server fits. Orders are counted one after another, so that two cannot take the last place.
+/// Ensures that one more server fits. A lock serializes orders, so that two cannot take the last place.
 ///
 /// # Errors
 /// `server_limit_reached`, `database_unavailable`.
@@ -135,7 +135,7 @@ pub async fn check_room_for_replacement(
     Err(Problem { detail, ..shortage }.with("otherMachines", json!(others)))
 }
 
-/// The number of used servers and, if no other one fits, the problem.
+/// The number of used servers and, if no further server fits, the problem.
 async fn measure_room(
     platform: &Platform,
     client: &impl GenericClient,

@@ -97,7 +97,7 @@ pub(super) async fn choose(
     };
     response.headers_mut().append(SET_COOKIE, set_cookie);
     if choice == AccountChoice::Provider {
-        browser_data::record_user(&mut response, context, &call.headers, &subject.user);
+        browser_data::record_user(router, &mut response, context, &call.headers, &subject.user);
     }
     Ok(response)
 }

@@ -1,30 +1,37 @@
-//! What one user's machine left in a browser must not run as the browser's next user.
+//! Prevents data that one user's machine stored in a browser from acting as the browser's next user.
 //!
 //! All users share the origins of the two public hosts. A machine's service worker, cached script or stored data would act
-//! with the cookies of whoever signs in next. A cookie remembers the browser's last user: a request of another one is not
-//! forwarded before the browser was told to clear the origin's data (W3C Clear Site Data).
+//! with the cookies of the next user who signs in. A cookie records the browser's last user. A request by another user is
+//! not forwarded until the browser has been instructed to clear the origin's data (W3C Clear Site Data).
+
+use std::net::IpAddr;
 
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, SET_COOKIE, VARY};
 use http::{StatusCode, Uri};
+use ring::hmac;
+use secrecy::{ExposeSecret, SecretSlice};
 
+use super::RouterState;
 use super::cookie::{self, RouterCookie};
 use super::identity::Identity;
 use super::serve::{RequestContext, redirect};
-use super::session::sha256;
 use super::sign_in;
 use crate::public_host::PublicHost;
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::IdpUserId;
 
 static CLEAR_SITE_DATA: HeaderName = HeaderName::from_static("clear-site-data");
-/// Not the cookies: the router's own have the same origin, and it ends them itself.
+/// Without `"cookies"`: that would delete the router's own cookies too, which the router expires itself.
 const CACHE_AND_STORAGE: HeaderValue = HeaderValue::from_static("\"cache\", \"storage\"");
-/// A year. Browsers limit it to 400 days.
+/// One year. Browsers cap the lifetime of a cookie at 400 days.
 const LAST_USER_SECONDS: u64 = 365 * 86_400;
 static SERVICE_WORKER: HeaderName = HeaderName::from_static("service-worker");
+/// Scripts cannot set these.
+static FETCH_MODE: HeaderName = HeaderName::from_static("sec-fetch-mode");
+static FETCH_DEST: HeaderName = HeaderName::from_static("sec-fetch-dest");
 
 /// Headers of a machine's response that would act on the shared origin, or on other hosts, after the response.
 static ORIGIN_WIDE: [HeaderName; 6] = [
@@ -36,6 +43,39 @@ static ORIGIN_WIDE: [HeaderName; 6] = [
     HeaderName::from_static("strict-transport-security"),
 ];
 static SERVICE_WORKER_ALLOWED: HeaderName = HeaderName::from_static("service-worker-allowed");
+/// Types that a browser shows as a document which runs scripts.
+const DOCUMENT_TYPES: [&str; 5] =
+    ["text/html", "application/xhtml+xml", "image/svg+xml", "application/xml", "text/xml"];
+
+/// Makes the values of the cookie. They are digests, so that the browser's files do not reveal the user's id, with a key,
+/// so that a script cannot make the one of the next user.
+pub struct UserMarks {
+    current: hmac::Key,
+    /// Accepted during a change of the platform's key.
+    previous: Option<hmac::Key>,
+}
+
+impl UserMarks {
+    pub fn new(platform_key: &SecretSlice<u8>, previous: Option<&SecretSlice<u8>>) -> Self {
+        let derive = |key: &SecretSlice<u8>| {
+            let key = hmac::Key::new(hmac::HMAC_SHA256, key.expose_secret());
+            hmac::Key::new(hmac::HMAC_SHA256, hmac::sign(&key, b"svc router last user").as_ref())
+        };
+        Self { current: derive(platform_key), previous: previous.map(derive) }
+    }
+
+    fn mark(&self, user: &IdpUserId) -> String {
+        mark(&self.current, user)
+    }
+
+    fn is_of(&self, user: &IdpUserId, text: &str) -> bool {
+        text == self.mark(user) || self.previous.as_ref().is_some_and(|key| text == mark(key, user))
+    }
+}
+
+fn mark(key: &hmac::Key, user: &IdpUserId) -> String {
+    B64.encode(&hmac::sign(key, user.as_str().as_bytes()).as_ref()[..16])
+}
 
 /// Refuses the script of a service worker on `APP_HOST`: it would intercept every later page of the origin. The editor on
 /// `CODE_HOST` needs one.
@@ -44,14 +84,15 @@ static SERVICE_WORKER_ALLOWED: HeaderName = HeaderName::from_static("service-wor
 /// `forbidden`.
 pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap) -> Result<(), Problem> {
     if context.host == PublicHost::App && headers.contains_key(&SERVICE_WORKER) {
-        return Err(Problem::new(Code::Forbidden, "This host allows no service workers."));
+        return Err(Problem::new(Code::Forbidden, "Service workers are not allowed on this host."));
     }
     Ok(())
 }
 
-/// The response instead of the machine's, if another user was the last one in this browser: a page is requested again after
-/// the data is cleared; other requests are refused, because data of the last user may have sent them.
-pub(super) fn require_clean(
+/// Returns a response that replaces the machine's if the browser's last user was another one. A page is requested again
+/// after the data is cleared. Any other request is refused: a script of the last user may have sent it.
+pub(super) fn require_cleared_data(
+    router: &RouterState,
     context: &RequestContext,
     identity: &Identity,
     headers: &HeaderMap,
@@ -61,27 +102,29 @@ pub(super) fn require_clean(
         return None;
     }
     match RouterCookie::LastUser.get(headers, context.scheme) {
-        Some(last) if last == mark(identity.user()) => return None,
-        // A session of an earlier release, which is opened again within hours.
+        Some(last) if router.marks.is_of(identity.user(), last) => return None,
+        // An earlier release opened this session without the cookie. Sessions expire after 12 hours.
         None if identity.session().is_some() => return None,
         _ => {}
     }
-    let mut response = if context.wants_page {
+    let mut response = if context.wants_page && is_navigation(headers) {
         let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
         let path = if sign_in::is_local_path(path) { path } else { "/" };
         let mut response = redirect(StatusCode::FOUND, path);
-        response.headers_mut().append(SET_COOKIE, set_last_user(context, identity.user()));
+        response.headers_mut().append(SET_COOKIE, set_last_user(router, context, identity.user()));
         response
     } else {
-        let detail = "Another account used this browser before: open the page again.";
+        let detail = "Another account was used in this browser before: reload the page.";
         Problem::new(Code::Unauthorized, detail).into_response()
     };
     clear(&mut response);
     Some(response)
 }
 
-/// Adds to the response that opens a session: the browser clears its data if the last user was another one.
+/// Records the user in the response that opens a session. If the last user was another one, the browser is instructed to
+/// clear its data.
 pub(super) fn record_user(
+    router: &RouterState,
     response: &mut Response,
     context: &RequestContext,
     headers: &HeaderMap,
@@ -90,19 +133,21 @@ pub(super) fn record_user(
     if !clears_data(context, headers) {
         return;
     }
-    if RouterCookie::LastUser.get(headers, context.scheme) != Some(&mark(user)) {
+    let last = RouterCookie::LastUser.get(headers, context.scheme);
+    if !last.is_some_and(|last| router.marks.is_of(user, last)) {
         clear(response);
     }
-    response.headers_mut().append(SET_COOKIE, set_last_user(context, user));
+    response.headers_mut().append(SET_COOKIE, set_last_user(router, context, user));
 }
 
-/// Tells the browser to clear what it stored for the origin.
+/// Instructs the browser to clear the origin's cache and storage.
 pub(super) fn clear(response: &mut Response) {
     response.headers_mut().insert(&CLEAR_SITE_DATA, CACHE_AND_STORAGE);
 }
 
-/// Drops and adds headers of a machine's response to its owner, so that the browser uses it for this user only.
-pub(super) fn confine(context: &RequestContext, headers: &mut HeaderMap) {
+/// Removes and sets headers of a machine's response, so that it affects neither later requests to the origin nor another
+/// user.
+pub(super) fn sanitize_response_headers(context: &RequestContext, headers: &mut HeaderMap) {
     for name in &ORIGIN_WIDE {
         headers.remove(name);
     }
@@ -110,31 +155,45 @@ pub(super) fn confine(context: &RequestContext, headers: &mut HeaderMap) {
         headers.remove(&SERVICE_WORKER_ALLOWED);
     }
     headers.append(VARY, HeaderValue::from_static("cookie"));
-    let is_document = headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"text/html"));
-    let is_stored = |value: &HeaderValue| !value.to_str().is_ok_and(|value| value.contains("no-store"));
-    if is_document && headers.get(CACHE_CONTROL).is_none_or(is_stored) {
-        // Each visit asks the router, which knows the user.
+    if (context.wants_page || is_document(headers)) && !is_never_stored(headers) {
+        // Each visit is revalidated, so that the router can check the user.
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
     }
 }
 
-/// Whether the client is a browser that honours the header: only in a secure context.
+fn is_document(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    let kind = kind.split(';').next().unwrap_or_default().trim();
+    DOCUMENT_TYPES.iter().any(|document| kind.eq_ignore_ascii_case(document))
+}
+
+fn is_never_stored(headers: &HeaderMap) -> bool {
+    let lines = headers.get_all(CACHE_CONTROL).iter().filter_map(|line| line.to_str().ok());
+    lines.flat_map(|line| line.split(',')).any(|directive| directive.trim().eq_ignore_ascii_case("no-store"))
+}
+
+/// Whether a person opens a page, rather than a script or a frame of another page.
+fn is_navigation(headers: &HeaderMap) -> bool {
+    let is = |name: &HeaderName, expected: &[u8]| {
+        headers.get(name).is_some_and(|value| value.as_bytes() == expected)
+    };
+    is(&FETCH_MODE, b"navigate") && is(&FETCH_DEST, b"document")
+}
+
+/// Whether the client is a browser that honours `Clear-Site-Data`. Browsers do so only in a secure context.
 fn clears_data(context: &RequestContext, headers: &HeaderMap) -> bool {
     cookie::is_browser(headers) && (context.scheme == "https" || is_loopback(&context.authority))
 }
 
 fn is_loopback(authority: &str) -> bool {
-    let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
-    host == "localhost" || host.ends_with(".localhost") || host.starts_with("127.")
+    let port = authority.rfind(':').filter(|colon| !authority[*colon..].contains(']'));
+    let host = port.map_or(authority, |colon| &authority[..colon]);
+    let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    host == "localhost" || host.ends_with(".localhost") || address.is_ok_and(|address| address.is_loopback())
 }
 
-fn set_last_user(context: &RequestContext, user: &IdpUserId) -> HeaderValue {
-    RouterCookie::LastUser.set_cookie(&mark(user), context.scheme, LAST_USER_SECONDS)
-}
-
-/// The cookie's value: it names no user to others who read the browser's files.
-fn mark(user: &IdpUserId) -> String {
-    B64.encode(&sha256(format!("last user\0{user}").as_bytes())[..16])
+fn set_last_user(router: &RouterState, context: &RequestContext, user: &IdpUserId) -> HeaderValue {
+    RouterCookie::LastUser.set_cookie(&router.marks.mark(user), context.scheme, LAST_USER_SECONDS)
 }
 
 #[cfg(test)]
@@ -147,10 +206,40 @@ mod tests {
             ("localhost", true),
             ("app.localhost:8080", true),
             ("127.0.0.1:80", true),
+            ("[::1]:8080", true),
+            ("[::1]", true),
+            ("127.0.0.1.nip.io:8080", false),
             ("app.example.com", false),
             ("localhost.example.com:443", false),
         ] {
             assert_eq!(is_loopback(authority), expected, "{authority}");
         }
+    }
+
+    #[test]
+    fn marks_differ_by_user_and_key() {
+        let key = |byte: u8| SecretSlice::from(vec![byte; 32]);
+        let (first, second) = (UserMarks::new(&key(1), None), UserMarks::new(&key(2), Some(&key(1))));
+        let (one, other): (IdpUserId, IdpUserId) = ("a".parse().unwrap(), "b".parse().unwrap());
+        assert!(first.is_of(&one, &first.mark(&one)) && !first.is_of(&other, &first.mark(&one)));
+        assert!(second.is_of(&one, &first.mark(&one)), "of the previous key");
+        assert!(!first.is_of(&one, &second.mark(&one)));
+    }
+
+    #[test]
+    fn documents_and_stored_responses_are_recognized() {
+        let header = |name: HeaderName, values: &[&'static str]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(&name, HeaderValue::from_static(value));
+            }
+            headers
+        };
+        for kind in ["Text/HTML", "text/html; charset=utf-8", "application/xhtml+xml", "image/svg+xml"] {
+            assert!(is_document(&header(CONTENT_TYPE, &[kind])), "{kind}");
+        }
+        assert!(!is_document(&header(CONTENT_TYPE, &["text/javascript"])));
+        assert!(is_never_stored(&header(CACHE_CONTROL, &["private", "max-age=0, No-Store"])));
+        assert!(!is_never_stored(&header(CACHE_CONTROL, &["max-age=31536000, x=\"no-store\""])));
     }
 }

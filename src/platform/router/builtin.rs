@@ -81,7 +81,7 @@ pub(super) async fn handle(
     if !is_open_to_all
         && let Ok(Some(identity)) = router.identify(context, request.headers()).await
         && let Some(response) =
-            browser_data::require_clean(context, &identity, request.headers(), request.uri())
+            browser_data::require_cleared_data(router, context, &identity, request.headers(), request.uri())
     {
         return Ok(response);
     }

@@ -32,6 +32,7 @@ use deadpool_postgres::Pool;
 use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
+pub use browser_data::UserMarks;
 pub use builtin::{BuiltinRoute, ROUTES};
 pub use builtin_routes::{openapi_servers, own_slot_schema};
 #[cfg(feature = "fuzzing")]
@@ -63,6 +64,7 @@ pub struct RouterContext {
     /// How the connections to hosts are verified.
     pub trust: HostTrust,
     pub proof: channel::Receiver<Arc<SigningSet>>,
+    pub marks: UserMarks,
     /// Shared with the readiness check of the process.
     pub freshness: Arc<Freshness>,
     pub stop: CancellationToken,
@@ -77,6 +79,7 @@ struct RouterState {
     authenticator: Authenticator,
     user_rate: RateLimit<IdpUserId>,
     proof: channel::Receiver<Arc<SigningSet>>,
+    marks: UserMarks,
 }
 
 /// The service for the public listener.
@@ -113,9 +116,10 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<RouterService> {
         Arc::new(Passthrough::new(move |name| directory.find_address(name)))
     });
     let user_rate = RateLimit::new(ctx.config.user_rate, USER_BURST_SECONDS);
-    let (config, proof) = (ctx.config, ctx.proof);
+    let (config, proof, marks) = (ctx.config, ctx.proof, ctx.marks);
     let state =
-        Arc::new(RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof });
+        RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof, marks };
+    let state = Arc::new(state);
     let routes = Router::new()
         .fallback(serve::serve)
         .with_state(state)

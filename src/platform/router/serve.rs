@@ -105,7 +105,7 @@ impl RouterState {
             return Ok(page);
         }
         if let Some(response) =
-            browser_data::require_clean(&context, &identity, request.headers(), request.uri())
+            browser_data::require_cleared_data(self, &context, &identity, request.headers(), request.uri())
         {
             return Ok(response);
         }
@@ -265,7 +265,7 @@ impl RouterState {
         match upstream.proxy.forward(request).await {
             Ok(mut response) => {
                 cookie::drop_reserved_cookies(response.headers_mut());
-                browser_data::confine(context, response.headers_mut());
+                browser_data::sanitize_response_headers(context, response.headers_mut());
                 self.limit_stream(caller, context.now, response)
             }
             Err(error) => {

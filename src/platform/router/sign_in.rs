@@ -129,7 +129,7 @@ pub(super) async fn redeem_code(
     let session = RouterCookie::Session(PublicHost::Code).set_cookie(&token, context.scheme, SESSION_SECONDS);
     headers.append(SET_COOKIE, session);
     headers.append(SET_COOKIE, RouterCookie::State.clear(context.scheme));
-    browser_data::record_user(&mut response, context, &call.headers, &grant.user);
+    browser_data::record_user(router, &mut response, context, &call.headers, &grant.user);
     Ok(response)
 }
 

@@ -17,7 +17,7 @@ pub const BUCKET: &str = "svc-bench";
 const USER: &str = "user_bench";
 const SLOT: &str = "primary";
 
-/// The store, which runs in this process and serves all sides.
+/// The object store. It runs in this process; the machine and the checks use it.
 pub struct Vault {
     pub store: S3Server,
 }
@@ -134,7 +134,7 @@ impl Machine {
         Ok(Self { root, env })
     }
 
-    /// Marks the machine as in use.
+    /// Writes the marker that opens the restore gate.
     pub fn open_gate(&self) -> Result<()> {
         let marker = self.marker();
         fs::create_dir_all(marker.parent().context("a directory")?)?;

@@ -1,5 +1,5 @@
-//! A host's report of the cost of its dispatches, which an operator reads: bounded, safe to print, and without other
-//! members.
+//! A host's report of the cost of its dispatches, which an operator reads: bounded, safe to print, and without unknown
+//! fields.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -62,7 +62,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Writes all numbers alike: a whole amount may be 1 or 1.0.
+/// Converts all numbers to floats, so that 1 equals 1.0.
 fn as_floats(value: &mut Value) {
     match value {
         Value::Number(number) => *value = number.as_f64().into(),

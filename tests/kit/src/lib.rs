@@ -9,8 +9,8 @@
 //! | [`stores`] | the choice between these three |
 //! | [`hcloud`] | the provider's own clients, in Python and Go |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
-//! | [`vm`] | virtual machines that boot a Debian with user-data |
-//! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
+//! | [`vm`] | virtual machines that boot Debian with user-data |
+//! | [`idp`] | an identity provider: discovery, JWKS, rotation, valid and invalid session tokens |
 //! | [`ca`] | a certificate authority |
 //! | [`pebble`] | a certificate authority that speaks ACME |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
@@ -23,9 +23,12 @@
 //! | [`deb`] | the Debian packages, installed by dpkg in a separate root |
 //! | [`model_stub`] | scripted model APIs for coding agents |
 //! | [`apt`] | Debian packages, installed on this machine |
+//! | [`disk`] | a small tmpfs, for tests of a full disk |
+//! | [`packages`] | Debian and npm packages, unpacked below `target/tools` |
+//! | [`s3_process`] | third-party S3 servers as child processes |
 //! | [`checkers`] | linters for generated configuration |
 //! | [`long`] | measurements of the long tests, and their totals |
-//! | [`quoted`] | command lines that texts quote, checked against a program's definition |
+//! | [`quoted`] | command lines quoted in documentation, checked against a program's definition |
 //! | [`skip`] | tests that cannot run here, by name |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!

@@ -154,7 +154,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
         fs::read_dir(&releases)
             .is_ok_and(|all| all.flatten().any(|one| one.file_name().to_string_lossy().starts_with('.')))
     };
-    let ended = apply_full(&stage, &disk, "update.downloading=sleep(100)", begun).await?.expect(70);
+    let ended = apply_full(&stage, &disk, "update.downloading=sleep(1000)", begun).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");

@@ -21,7 +21,7 @@ const fn at(event: &'static str) -> Wanted {
     Wanted { event, matcher: None }
 }
 
-/// A program of agents, and its settings file below the home.
+/// An agent's program, and its settings file below the home.
 struct Program {
     actor: &'static str,
     file: &'static str,
@@ -110,7 +110,7 @@ fn change_file(
     path: &Path,
     change: impl FnOnce(&mut Value) -> Result<bool, Unusable>,
 ) -> Result<(), InstallError> {
-    // The owner may have replaced the file with a link.
+    // The owner may have replaced the file with a symbolic link.
     let target = fsx::resolve_link(path);
     let text = fsx::read_if_exists(&target)?.unwrap_or_default();
     let is_empty = text.iter().all(u8::is_ascii_whitespace);

@@ -65,7 +65,7 @@ struct HomeArgs {
     home: Option<PathBuf>,
 }
 
-/// The command line, for the reference.
+/// The command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -116,23 +116,11 @@ fn is_only_ours(group: &Value) -> bool {
 
 /// Replaces our existing group in place, or else appends a new one.
 fn replace_or_append(groups: &mut Value, wanted: Value) {
+    // All groups before it stay, so that its index does.
     let first = groups.as_array().and_then(|groups| groups.iter().position(is_only_ours));
-    let mut wanted = Some(wanted);
-    if let (Some(at), Some(groups)) = (first, groups.as_array_mut())
-        && let Some(wanted) = wanted.take()
-    {
-        groups[at] = json!({ "kept": wanted });
-    }
     remove_ours(groups);
     let Some(groups) = groups.as_array_mut() else { return };
-    match wanted {
-        Some(wanted) => groups.push(wanted),
-        None => {
-            if let Some(kept) = groups.iter_mut().find(|group| group.get("kept").is_some()) {
-                *kept = kept["kept"].take();
-            }
-        }
-    }
+    groups.insert(first.unwrap_or(groups.len()).min(groups.len()), wanted);
 }
 
 fn remove_ours(groups: &mut Value) {

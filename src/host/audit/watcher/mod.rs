@@ -46,7 +46,7 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout of one hook connection; the hook itself waits for a tenth of it.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum time between two rounds of the thread; a full check of a million names takes some seconds.
+/// Maximum time between two rounds of the thread; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Fail points of the watcher.
@@ -61,7 +61,7 @@ pub const FAILPOINTS: &[&str] = &["watch.look"];
 )]
 struct Args {}
 
-/// The command line, for the reference.
+/// The command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -189,7 +189,7 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
 }
 
 async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::Result<()> {
-    // Immediately: the hook may disconnect and exit.
+    // Read the credentials first: the hook may exit during the read below.
     let peer = Peer::from_credentials(PeerCredentials::of(&stream));
     let mut line = Vec::new();
     let (read, mut write) = stream.split();

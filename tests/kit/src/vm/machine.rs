@@ -17,7 +17,7 @@ use super::shell::{self, Shell, ShellOutput};
 use crate::child::{self, AtExit};
 
 const TOOL_TIMEOUT: Duration = Duration::from_secs(60);
-/// A guest that has not reacted to the power button by then is cut off.
+/// Time that a guest has to shut down after its power button is pressed; then its power is cut.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(180);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -110,7 +110,8 @@ impl Machine {
         let mut qemu = Command::new("qemu-system-x86_64");
         qemu.args(self.accel.args()).args(["-display", "none", "-vga", "none"]);
         qemu.args(["-smp", &size.cores.to_string(), "-m", &size.memory_mib.to_string()]);
-        // Data passed to QEMU survives its kill in the host's page cache: only the guest's own cache is lost.
+        // `cache=unsafe` is enough: if QEMU is killed, its writes are in the host's page cache, and only the guest's
+        // own cache is lost.
         let disk =
             format!("file={},if=virtio,format=qcow2,cache=unsafe,discard=unmap", self.path("disk.qcow2"));
         let seed = format!("file={},if=virtio,format=raw,readonly=on", self.path("seed.iso"));

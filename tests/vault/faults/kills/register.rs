@@ -1,4 +1,4 @@
-//! Registrations killed at any point: the platform accepts one body of a machine, and never receives another from it.
+//! Registrations killed at any point: the platform accepts one body per machine, and never receives a different one.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use super::super::super::machine::{Machine, Running};
 use super::super::super::platform::gateway;
 use super::{Killer, LONG_KILLS, SHORT_KILLS};
 
-/// The platform's rule: a token accepts one body, and a repetition gets the same response.
+/// The platform's rule: one body is accepted per machine, and a repeated request gets the same response.
 #[derive(Default)]
 struct Registrations {
     /// By machine.

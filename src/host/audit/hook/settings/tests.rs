@@ -13,6 +13,15 @@ fn theirs(command: &str) -> Value {
 }
 
 #[test]
+fn repeated_install_keeps_foreign_groups_with_any_members() {
+    let foreign = json!({ "kept": true, "hooks": [{ "type": "command", "command": "x" }] });
+    let mut settings = json!({ "hooks": { "Stop": [foreign] } });
+    assert!(install(&mut settings, &WANTED, COMMAND).unwrap());
+    assert!(!install(&mut settings, &WANTED, COMMAND).unwrap());
+    assert_eq!(settings["hooks"]["Stop"], json!([foreign, group(&WANTED[1], COMMAND)]));
+}
+
+#[test]
 fn foreign_hooks_keep_their_positions() {
     let mixed = json!({ "matcher": "Bash", "hooks": [
         { "type": "command", "command": "mine" }, { "type": "command", "command": "/old/bin/svc-hook", "timeout": 9 } ] });
