@@ -138,7 +138,6 @@ async fn create_rollout(
             // Without the machines, which the rollout keeps: an entry of a fleet would have a megabyte.
             let mut after = rollout;
             after.as_object_mut().map(|rollout| rollout.remove("machines"));
-            let names = |handles: &[Handle]| json!(handles.iter().map(Handle::as_str).collect::<Vec<_>>());
             after["except"] = names(&request.except);
             after["handles"] = request.handles.as_deref().map_or(Value::Null, names);
             let change =
@@ -147,6 +146,10 @@ async fn create_rollout(
         })
         .await?;
     Ok(outcome.into_reply())
+}
+
+fn names(handles: &[Handle]) -> Value {
+    json!(handles.iter().map(Handle::as_str).collect::<Vec<_>>())
 }
 
 /// Inserts the rollout with the machines that it reaches.

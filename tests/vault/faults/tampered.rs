@@ -154,7 +154,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.store.write(BUCKET, &objects.path(""), other);
         }),
         ("an empty dump, with a record that fits", "pg_restore exited with", |objects| {
-            objects.with_dump(b"")
+            objects.with_dump(b"");
         }),
         ("a text instead of a dump, with a record that fits", "pg_restore exited with", |objects| {
             objects.with_dump(b"DROP DATABASE svc;\n");
