@@ -53,7 +53,7 @@ pub struct PlatformConfig {
 }
 
 impl PlatformConfig {
-    /// What is wrong if hosts have names within the site of the platform's own hosts.
+    /// The warning if `HOST_DOMAIN` belongs to the same site as one of the platform's own hosts.
     pub fn shared_site_warning(&self) -> Option<String> {
         let domain = self.hosts.domain.as_ref()?;
         let RouterConfig { app_host, code_host, sign_in, .. } = &self.routing;

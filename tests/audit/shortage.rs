@@ -36,7 +36,7 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     home.end_command(ADA, &call)?;
     let found = home.entries()?;
     let other = found.iter().find(|entry| entry["agentName"] != "ada");
-    ensure!(other.is_none(), "by somebody else: {other:?}");
+    ensure!(other.is_none(), "attributed to another actor: {other:?}");
     let expected = differences(&before, &home.states()?);
     ensure!(expected.len() as u64 > files);
     let found = recorded(&found)?;

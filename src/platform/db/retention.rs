@@ -9,6 +9,10 @@ use deadpool_postgres::GenericClient;
 
 use super::{DbError, execute};
 
+const BATCH_ROWS: i64 = 1000;
+/// A rollout is deleted with thousands of machines.
+const ROLLOUT_BATCH_ROWS: i64 = 5;
+
 /// A table whose rows are deleted some time after they have ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Expiring {
@@ -17,12 +21,15 @@ pub struct Expiring {
     /// Deletes at most `$2` rows that ended more than `$1` seconds ago.
     statement: &'static str,
     pub keep: Duration,
+    /// Maximum rows of one statement.
+    pub batch_rows: i64,
 }
 
 impl Expiring {
-    pub fn new(table: ExpiringTable, keep: Duration) -> Self {
-        let (table, statement) = table.name_and_statement();
-        Self { table, statement, keep }
+    pub fn new(of: ExpiringTable, keep: Duration) -> Self {
+        let (table, statement) = of.name_and_statement();
+        let batch_rows = if of == ExpiringTable::Rollouts { ROLLOUT_BATCH_ROWS } else { BATCH_ROWS };
+        Self { table, statement, keep, batch_rows }
     }
 }
 
@@ -102,11 +109,7 @@ impl ExpiringTable {
     }
 }
 
-/// Deletes at most `limit` rows and returns their number.
-pub async fn delete_batch(
-    client: &impl GenericClient,
-    expiring: &Expiring,
-    limit: i64,
-) -> Result<u64, DbError> {
-    execute(client, expiring.statement, &[&expiring.keep.as_secs_f64(), &limit]).await
+/// Deletes at most one batch of rows and returns their number.
+pub async fn delete_batch(client: &impl GenericClient, expiring: &Expiring) -> Result<u64, DbError> {
+    execute(client, expiring.statement, &[&expiring.keep.as_secs_f64(), &expiring.batch_rows]).await
 }

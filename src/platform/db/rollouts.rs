@@ -151,7 +151,7 @@ pub async fn list_reachable_machines(
 ) -> Result<Vec<(MachineId, String)>, DbError> {
     let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
     let except: Vec<&str> = except.iter().map(Handle::as_str).collect();
-    // A machine that is silent would fail as a canary, whatever the release.
+    // A silent machine would fail as a canary even if the release works.
     let sql = "SELECT m.machine_id, m.handle FROM user_machines m LEFT JOIN slots s USING (idp_user_id, slot) \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' \
                AND m.powered_off_at IS NULL AND ($1::text[] IS NULL OR m.handle = ANY ($1)) AND m.handle <> ALL ($2) \

@@ -13,9 +13,6 @@ use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
-const BATCH_ROWS: i64 = 1000;
-/// A rollout is deleted with thousands of machines.
-const ROLLOUT_BATCH_ROWS: i64 = 5;
 /// Per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
@@ -53,11 +50,10 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
 }
 
 async fn prune_table(session: &Object, expiring: &Expiring) -> Result<(), DbError> {
-    let batch = if expiring.table == "rollouts" { ROLLOUT_BATCH_ROWS } else { BATCH_ROWS };
     for _ in 0..MAX_BATCHES {
-        let deleted = db::retention::delete_batch(session, expiring, batch).await?;
+        let deleted = db::retention::delete_batch(session, expiring).await?;
         RETENTION_DELETED.add([expiring.table], deleted);
-        if deleted < batch.unsigned_abs() {
+        if deleted < expiring.batch_rows.unsigned_abs() {
             break;
         }
     }

@@ -58,8 +58,7 @@ pub(super) fn prompt(
     if !context.wants_page || decided == Some(&decision_mark(&session.user, &subject.user)) {
         return None;
     }
-    let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
-    let return_to = if sign_in::is_local_path(path) { path } else { "/" };
+    let return_to = sign_in::local_path(uri);
     let body = page::styled(TEMPLATE)
         .replace("{{session}}", &router.account_name(&session.user))
         .replace("{{provider}}", &router.account_name(&subject.user))

@@ -108,9 +108,7 @@ pub(super) fn require_cleared_data(
         _ => {}
     }
     let mut response = if context.wants_page && is_navigation(headers) {
-        let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
-        let path = if sign_in::is_local_path(path) { path } else { "/" };
-        let mut response = redirect(StatusCode::FOUND, path);
+        let mut response = redirect(StatusCode::FOUND, sign_in::local_path(uri));
         response.headers_mut().append(SET_COOKIE, set_last_user(router, context, identity.user()));
         response
     } else {

@@ -51,7 +51,7 @@ pub(super) fn start_sign_in(
         }
         PublicHost::Code => {
             let state = random_token().map_err(|error| Problem::internal(&error))?;
-            let return_to = if is_local_path(path) { path } else { "/" };
+            let return_to = local_path(uri);
             let query = form_urlencoded::Serializer::new(String::new())
                 .append_pair("state", &state)
                 .append_pair("return_to", return_to)
@@ -157,6 +157,14 @@ pub(super) fn sign_in_required() -> Problem {
 
 fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) -> String {
     format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
+}
+
+/// The path and query of a request, or `/` if a browser could take it for a URL of another host.
+pub(super) fn local_path(uri: &Uri) -> &str {
+    uri.path_and_query()
+        .map(http::uri::PathAndQuery::as_str)
+        .filter(|path| is_local_path(path))
+        .unwrap_or("/")
 }
 
 /// Whether this is a path on the same host that no browser interprets as a URL of another host.

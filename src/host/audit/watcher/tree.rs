@@ -61,7 +61,7 @@ pub struct Tree {
     indexed: HashMap<FileId, HashSet<(Inode, Name)>>,
 }
 
-/// Above this number of indexed files, the index starts anew.
+/// Above this number of indexed files, the index is cleared.
 const MAX_INDEXED: usize = 20_000;
 
 impl Tree {

@@ -37,7 +37,7 @@ const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
 const POLL_POLICY: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
 /// Longer than any request for a certificate.
 const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
-/// The authority has lost the account, or somebody has deactivated it.
+/// The authority no longer has the account, or the account was deactivated.
 const ACCOUNT_ERRORS: [&str; 2] =
     ["urn:ietf:params:acme:error:accountDoesNotExist", "urn:ietf:params:acme:error:unauthorized"];
 
