@@ -161,7 +161,7 @@ fn cargo_deny() -> Result<Command> {
     let program = tools.join("bin/cargo-deny");
     if !program.exists() {
         let mut install = cargo::command(&["install", "cargo-deny", "--locked", "--debug", "--root"]);
-        install.arg(&tools).env_remove("CARGO_TARGET_DIR");
+        install.arg(&tools).env_remove("CARGO_TARGET_DIR").env("CARGO_PROFILE_DEV_DEBUG", "0");
         cargo::succeed(install)?;
     }
     let mut deny = Command::new(program);
