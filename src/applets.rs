@@ -94,7 +94,7 @@ pub static APPLETS: &[Applet] = &[
 
 /// The local installation for `svcctl`; only this table depends on both sides.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
-    is_host: host::doctor::is_here,
+    is_host: host::doctor::is_installed,
     host: || Box::pin(host::doctor::run_checks()),
     platform: |env_file| {
         Box::pin(async move {
@@ -104,5 +104,5 @@ const LOCAL_CHECKS: LocalChecks = LocalChecks {
         })
     },
     gateway_socket: host::doctor::gateway_socket,
-    own_database: host::doctor::database_is_own,
+    own_database: host::doctor::check_gateway_database,
 };

@@ -275,7 +275,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     unregistered.expect("tls-key", "problem", "has not registered");
 
     let closed = fleet.check_with("opt/svc/restore-complete", |_| None).await;
-    closed.expect("gate", "problem", "shut");
+    closed.expect("gate", "problem", "closed");
     let current = fleet.disk.join("opt/svc/current");
     let target = fs::read_link(&current).unwrap();
     fs::remove_file(&current).unwrap();
@@ -287,7 +287,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fleet.check_host().await.expect("release", "problem", "no PostgreSQL client tools");
     fs::remove_dir(&systemd).unwrap();
 
-    healthy.expect("update", "ok", "none on this machine yet");
+    healthy.expect("update", "ok", "no update on this machine yet");
     let state = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
     let quarantined = fleet.check_with("var/lib/svc/update/releases.json", |_| Some(state.to_owned())).await;
     quarantined.expect("update", "warning", "release story-2 is quarantined: the gateway was not ready");
@@ -298,7 +298,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     let last = "var/lib/svc/update/last.json";
     let rolled_back = fleet.check_with(last, |_| Some(outcome("rolled_back"))).await;
-    rolled_back.expect("update", "warning", "ended rolled_back at health: not ready");
+    rolled_back.expect("update", "warning", "ended rolled_back in the stage health: not ready");
     fleet.check_with(last, |_| Some(outcome("failed"))).await.expect("update", "problem", "ended failed");
 
     let static_keys =

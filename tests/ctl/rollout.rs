@@ -131,7 +131,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     let stopped = fleet.verify_here(&[]).await;
     stopped.expect("gateway-health", "problem", "");
-    stopped.expect("vps-database", "problem", "does not say to which server");
+    stopped.expect("vps-database", "problem", "does not report which server");
     stopped.expect("icons", "problem", "");
     fleet.stack.stop().await;
 }

@@ -299,7 +299,7 @@ fn check_host_package(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
     check_version(root, "svc-host", "+next")?;
     root.run(&["dpkg", "--remove", "svc-host"])?;
     let output = root.run(&["dpkg", "--purge", "svc-host"])?;
-    ensure!(output.contains("they are the owner's"), "purge does not report what it keeps:\n{output}");
+    ensure!(output.contains("they hold the owner's data"), "purge does not report what it keeps:\n{output}");
     for path in owner_files {
         ensure!(
             fs::read_to_string(root.path(path))? == "the owner's",
