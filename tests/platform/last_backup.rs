@@ -291,7 +291,7 @@ async fn older_host_with_a_held_snapshot_gets_no_retries() {
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let error =
-        "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if nothing is missed";
+        "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if the loss is intended";
     old.script.lock().unwrap().progress = held_back(&json!({"error": error}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;

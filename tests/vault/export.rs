@@ -227,12 +227,12 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     };
     refused(&flipped(at(b"fn main()")?), "differs from the manifest")?;
     refused(&flipped(at(b"PGDMP")? + 3000), "differs from the manifest")?;
-    refused(&bytes[..bytes.len() / 2], "no whole archive")?;
+    refused(&bytes[..bytes.len() / 2], "not a complete archive")?;
     let last = bytes.windows(13).rposition(|window| window == b"manifest.json").context("the manifest")?;
     refused(&bytes[..last], "its end is missing")?;
-    refused(&bytes[..last + 600], "no whole archive")?;
+    refused(&bytes[..last + 600], "not a complete archive")?;
     refused(b"", "export.json")?;
-    refused(&vec![7; 4096], "no whole archive")?;
+    refused(&vec![7; 4096], "not a complete archive")?;
     for (path, why) in [
         ("../x", "no path"),
         ("home/../../x", "no path"),

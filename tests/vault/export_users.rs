@@ -94,7 +94,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     assert!(!fs::read(&archive)?.windows(6).any(|part| part == b"S3CRET"));
     // Root creates no file where the owner could place a link.
     let printed = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
-    assert!(printed.stderr.contains("can be changed by others than root"), "{}", printed.stderr);
+    assert!(printed.stderr.contains("can be changed by users other than root"), "{}", printed.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
     let Some(other) = machine_of_two_users(&store, 2).await? else { return Ok(()) };

@@ -59,7 +59,7 @@ async fn backups_and_restores_are_noted_in_activity_log() -> Result<()> {
     let key = dump_key(&store);
     let key = key.split_once("/primary/").context("a key of the slot")?.1.to_owned();
     let noted = |machine: &Machine| std::fs::read_to_string(machine.path(LOGS).join("activity.log"));
-    assert!(noted(&old)?.ends_with(&format!("the database is backed up as {key}\n")), "{}", noted(&old)?);
+    assert!(noted(&old)?.ends_with(&format!("the database was backed up as {key}\n")), "{}", noted(&old)?);
     std::fs::create_dir_all(new.path(LOGS))?;
     store.down();
     new.run_with(&["svc-restore"], SHORT)?.expect(69);
@@ -149,7 +149,11 @@ async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
     let new = Machine::new(&store, 2).await?;
     store.write(BUCKET, &side, of("17"));
     let ended = new.run(&["svc-restore"])?.expect(70);
-    assert!(ended.stderr.contains("is of PostgreSQL 17, and this machine has 16"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("was taken with PostgreSQL 17, but this machine has PostgreSQL 16"),
+        "{}",
+        ended.stderr
+    );
     assert!(!new.marker());
     store.write(BUCKET, &side, of("15"));
     new.run(&["svc-restore"])?.expect(0);

@@ -63,7 +63,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
         names
     };
     let tried = side(&machine, &["copy", TABLE, "--dry-run"])?.expect(0);
-    assert!(tried.stdout.contains(&format!("with it: {KEY}")), "{}", tried.stdout);
+    assert!(tried.stdout.contains(&format!("recreated with the table: {KEY}")), "{}", tried.stdout);
     assert_eq!(sorted(&side_state(&machine)?["recreated"]), sorted(&expected));
     assert_eq!(one(&machine, "SELECT to_regclass('app_shop.totals') IS NULL").await?, "true");
 

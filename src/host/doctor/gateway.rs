@@ -25,7 +25,8 @@ pub async fn check(layout: &Layout) -> Findings {
         Ok(Some(pin)) => pin,
         Ok(None) => return findings.problem("no TLS key yet: the gateway has never started", next),
         Err(error) => {
-            return findings.skipped(format!("the gateway's key cannot be read: {error:#}; run this as root"));
+            return findings
+                .skipped(format!("the gateway's key cannot be read: {error:#}; run this as root"));
         }
     };
     let Ok(gateway) = Gateway::new(listen, pin) else {
@@ -58,7 +59,9 @@ pub fn check_key(layout: &Layout) -> Findings {
     let pin = match probe::pin(layout) {
         Ok(Some(pin)) => pin.to_string(),
         Ok(None) => return findings.skipped("the gateway has no key yet"),
-        Err(error) => return findings.skipped(format!("the key cannot be read: {error:#}; run this as root")),
+        Err(error) => {
+            return findings.skipped(format!("the key cannot be read: {error:#}; run this as root"));
+        }
     };
     let next =
         "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the result of the boot";

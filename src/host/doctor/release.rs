@@ -27,7 +27,8 @@ pub fn check_gate(layout: &Layout) -> Findings {
     }
 }
 
-const NEXT_STEP_LINKS: &str = "svc-update boot creates the links and installs the units of the current release";
+const NEXT_STEP_LINKS: &str =
+    "svc-update boot creates the links and installs the units of the current release";
 
 pub fn check_current(layout: &Layout) -> Findings {
     let findings = Findings::new("release");

@@ -59,9 +59,8 @@ pub async fn check(layout: &Layout) -> Findings {
             "the slot has no pointer, not even the fence of its provisioning",
             "system/db/latest was deleted: `svcctl backup now` writes it again",
         ),
-        Err(error @ StoreError::Denied { .. }) => {
-            findings.problem(chain(&error), "check the role's permissions, its session policy, and OBJECT_STORE_URL")
-        }
+        Err(error @ StoreError::Denied { .. }) => findings
+            .problem(chain(&error), "check the role's permissions, its session policy, and OBJECT_STORE_URL"),
         Err(error @ StoreError::Clock { .. }) => {
             findings.problem(error.to_string(), "systemctl restart systemd-timesyncd")
         }

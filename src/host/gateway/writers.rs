@@ -158,9 +158,9 @@ impl Writers {
             tracing::warn!("flushing the records of dispatches failed");
         }
         let layout = self.layout.clone();
-        let copying_state = blocking(move || side_database::State::read(&layout)).await;
+        let copying_state = blocking(move || side_database::SideState::read(&layout)).await;
         if !copying_state
-            .is_ok_and(|state| state.is_none_or(|state| state.status != side_database::Status::Copying))
+            .is_ok_and(|state| state.is_none_or(|state| state.status != side_database::SideStatus::Copying))
         {
             return false;
         }

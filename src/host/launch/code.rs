@@ -131,9 +131,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 async fn serve(layout: Layout) -> Result<(), Failure> {
     let server = CodeServer::find(&layout.runtime()).or_exit(Exit::Config)?;
-    std::fs::create_dir_all(layout.home()).context("cannot create the owner's home").or_exit(Exit::Unavailable)?;
-    let socket =
-        claim_socket(&layout.owner_sockets()).context("cannot claim the unix socket").or_exit(Exit::Unavailable)?;
+    std::fs::create_dir_all(layout.home())
+        .context("cannot create the owner's home")
+        .or_exit(Exit::Unavailable)?;
+    let socket = claim_socket(&layout.owner_sockets())
+        .context("cannot claim the unix socket")
+        .or_exit(Exit::Unavailable)?;
     let mut signals = receive_signals().context("cannot handle signals").or_exit(Exit::Internal)?;
     let mut command = server.command(&layout, &socket);
     let mut child = command

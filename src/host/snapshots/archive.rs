@@ -24,7 +24,7 @@ pub const VERSION: u32 = 1;
 pub const ARCHIVE_INFO: &str = "export.json";
 /// In `pg_dump`'s custom format.
 pub const DUMP: &str = "database.dump";
-/// The dump's side record, as snapshots have it.
+/// The dump's side record, in the format of a snapshot's.
 pub const SIDE_RECORD: &str = "database.json";
 /// Prefix of the home's files.
 pub const HOME: &str = "home";
@@ -46,7 +46,7 @@ pub struct ArchiveInfo {
     pub slot: Slot,
     pub machine_id: MachineId,
     pub epoch: Epoch,
-    /// Version of the program that wrote it.
+    /// Version of the program that wrote the archive.
     pub made_by: String,
 }
 
@@ -87,7 +87,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Copies to the end; returns the length and the SHA-256.
+/// Copies `from` to its end; returns the length and the SHA-256.
 ///
 /// # Errors
 /// I/O errors of the reader or the writer.

@@ -72,7 +72,7 @@ impl Check {
         jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line)
     }
 
-    /// The check, as a line of `activity.log`.
+    /// Describes the check for `activity.log`.
     fn describe(&self) -> String {
         let what = match self.check {
             CheckKind::Verify => "the verification of snapshots",
@@ -85,7 +85,7 @@ impl Check {
         }
     }
 
-    /// The last check of a kind on this machine.
+    /// Returns the last check of a kind on this machine.
     ///
     /// # Errors
     /// [`FileError`]. An unparsable file counts as none.
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_is_noted_in_activity_log() {
+    fn write_describes_check_in_activity_log() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.logs()).unwrap();

@@ -200,7 +200,7 @@ async fn long_locked_table_fails_the_backup_with_a_record() -> Result<()> {
     client.batch_execute("BEGIN; LOCK TABLE notes IN ACCESS EXCLUSIVE MODE").await?;
     let ended = wait_for_exit(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
     assert!(ended.stderr.contains("lock"), "{}", ended.stderr);
-    assert_failed(&machine, &["snapshot"], "a table is locked by another session")?;
+    assert_failed(&machine, &["snapshot"], "a table has been locked by another session")?;
     assert_eq!(machine::pointer(&store).await?, before);
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     client.batch_execute("ROLLBACK").await?;

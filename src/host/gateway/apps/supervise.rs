@@ -204,7 +204,7 @@ impl Supervisor {
 
     /// Prepares the database and registers every app stored in it, with or without a folder.
     async fn load(&mut self, client: &mut Client) -> Result<(), RoundError> {
-        database_identity::verify(&self.context.layout, client).await?;
+        database_identity::check_or_adopt(&self.context.layout, client).await?;
         database::prepare(client, self.context.epoch).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;

@@ -1,4 +1,4 @@
-//! The settings of a run, and its clients.
+//! The settings and clients of a run.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,9 +26,9 @@ pub struct BackupSettings {
     pub bucket: Bucket,
     pub server: Server,
     pub tools: PgTools,
-    /// The wanted compression; the tools may not support it.
+    /// The configured compression; the tools may not support it.
     pub compression: Compression,
-    /// Every snapshot is read again within this number of days.
+    /// Every snapshot is verified within this number of days.
     pub verify_within_days: u32,
     /// Maximum outage of the store during a check, counted from the last progress.
     pub store_deadline: Duration,
@@ -42,8 +42,8 @@ impl BackupSettings {
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let compression = env.or_default(&vars::BACKUP_COMPRESSION);
-        let verify_within_days = verify_within_days(&mut env);
-        let store_deadline = staging::deadline(&mut env);
+        let verify_within_days = read_verify_within_days(&mut env);
+        let store_deadline = staging::read_deadline(&mut env);
         let parts = identity.zip(store).zip(database);
         let ((identity, store), database) = env.finish(parts)?;
         Ok(Self {
@@ -60,7 +60,7 @@ impl BackupSettings {
     }
 
     /// The context for loading a snapshot beside the owner's database.
-    pub fn context(&self) -> RestoreContext {
+    pub fn restore_context(&self) -> RestoreContext {
         RestoreContext {
             name: "svc-db-backup",
             slot: self.slot.clone(),
@@ -73,7 +73,7 @@ impl BackupSettings {
     }
 }
 
-fn verify_within_days(env: &mut Env) -> u32 {
+fn read_verify_within_days(env: &mut Env) -> u32 {
     let days = env.or_default(&vars::VERIFY_WITHIN_DAYS);
     if days == 0 {
         env.mistake(&vars::VERIFY_WITHIN_DAYS, "must be at least 1");

@@ -15,7 +15,7 @@ use super::{Disruption, FaultScene, expired_and_no_others, one, replaced, revoke
 type ExpectedRestore = (i32, &'static str);
 
 const OPEN: ExpectedRestore = (0, "");
-const UNAVAILABLE: ExpectedRestore = (69, "nothing is known about the snapshot");
+const UNAVAILABLE: ExpectedRestore = (69, "the state of the snapshot is unknown");
 const NO_DUMP: ExpectedRestore = (69, "the snapshot could not be read from the object store");
 
 fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
