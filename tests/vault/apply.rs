@@ -55,7 +55,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
     let none = stage.run(&["rollback"], None).await?.expect(65);
-    assert!(none.stderr.contains("no release to go back to"), "{}", none.stderr);
+    assert!(none.stderr.contains("no previous release to roll back to"), "{}", none.stderr);
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
     stage.assert_running(NEW)?;
     let status = stage.status().await?;
@@ -122,7 +122,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         ("another size", "bytes", "download", Manifest { size_bytes: 7, ..good.manifest.clone() }),
         (
             "needs more",
-            "needs at least",
+            "requires at least",
             "preflight",
             Manifest { min_version: Some("2026.1.1".to_owned()), ..good.manifest.clone() },
         ),
@@ -169,7 +169,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     let stage = Stage::with(&broken()?).await?;
     stage.request_update(NEW)?;
     let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
-    assert!(ended.stdout.contains("the release before runs again"), "{}", ended.stdout);
+    assert!(ended.stdout.contains("the previous release runs again"), "{}", ended.stdout);
     stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!(
@@ -323,8 +323,8 @@ async fn outcome_is_noted_in_a_file_of_the_directory_owner() -> Result<()> {
     let text = fs::read_to_string(logs.join("activity.log"))?;
     let lines: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once(' ')?.1)).collect();
     assert_eq!(lines.len(), 2, "{text}");
-    assert!(lines[0].starts_with(&format!("the update to {NEW} is refused (manifest): ")), "{text}");
-    assert_eq!(lines[1], format!("the machine is updated from {OLD} to {NEW}"));
+    assert!(lines[0].starts_with(&format!("the update to {NEW} was refused (manifest): ")), "{text}");
+    assert_eq!(lines[1], format!("the machine was updated from {OLD} to {NEW}"));
     if is_root {
         use std::os::unix::fs::MetadataExt;
         let meta = fs::metadata(logs.join("activity.log"))?;

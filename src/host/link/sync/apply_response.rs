@@ -112,12 +112,12 @@ fn request_update(
     if desired == heartbeat::image_version(config)
         || layout.request("update").exists()
         || layout.update_journal().exists()
-        || protocol::last(layout)?.is_some_and(|last| has_failed(&last, &desired, request.as_deref()))
+        || protocol::read_last(layout)?.is_some_and(|last| has_failed(&last, &desired, request.as_deref()))
     {
         return Ok(());
     }
     tracing::info!(%desired, "the platform requests another release");
-    UpdateRequest::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
+    UpdateRequest::with_request_id(request.unwrap_or_else(request_id::fresh), desired).write(layout)
 }
 
 /// Without a request id, every request for the release counts as the same one.

@@ -49,7 +49,7 @@ fn outcome(status: Status) -> Outcome {
 /// The last update of this machine.
 pub fn last_update(config: &SyncConfig) -> Option<LastUpdate> {
     let protocol::Outcome { version, outcome, stage, error, at } =
-        protocol::last(&config.layout).ok()??.outcome;
+        protocol::read_last(&config.layout).ok()??.outcome;
     let outcome = match outcome {
         UpdateResult::Updated => UpdateOutcome::Updated,
         UpdateResult::RolledBack => UpdateOutcome::RolledBack,
