@@ -344,7 +344,7 @@ async fn apply_without_a_request_does_nothing() -> Result<()> {
     stage.assert_untouched()?;
     fs::write(stage.machine.path("var/lib/svc/superseded.json"), "{}")?;
     let refused = stage.apply(NEW).await?.expect(65);
-    assert!(refused.stderr.contains("another machine"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("has been replaced"), "{}", refused.stderr);
     stage.assert_untouched()
 }
 

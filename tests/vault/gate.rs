@@ -68,7 +68,7 @@ async fn backups_and_restores_are_noted_in_activity_log() -> Result<()> {
     assert!(noted(&old)?.contains("the backup of the database failed: "), "{}", noted(&old)?);
     store.up()?;
     new.run(&["svc-restore"])?.expect(0);
-    assert!(noted(&new)?.ends_with(&format!("the database is restored from {key}\n")), "{}", noted(&new)?);
+    assert!(noted(&new)?.ends_with(&format!("the database was restored from {key}\n")), "{}", noted(&new)?);
     Ok(())
 }
 

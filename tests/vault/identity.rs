@@ -214,7 +214,7 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     let hourly = ["svc-db-backup", "run", "--retry"];
     let held_back = |args: &[&str]| -> Result<()> {
         let ended = machine.run(args)?.expect(65);
-        assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is gone"), "{}", ended.stderr);
+        assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is missing"), "{}", ended.stderr);
         Ok(())
     };
     // Requested or concurrent runs do not confirm each other, regardless of their number.

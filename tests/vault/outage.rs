@@ -34,7 +34,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     let machine = cut_off(&store, &platform).await?;
     let before = machine::pointer(&store).await?.context("a pointer")?;
     let ended = machine.run(&["svc-db-backup"])?.expect(69);
-    assert!(ended.stderr.contains("is stored, and is not the latest"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("is stored but is not the latest"), "{}", ended.stderr);
     assert_eq!(machine::pointer(&store).await?.as_ref(), Some(&before));
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };

@@ -197,7 +197,7 @@ async fn snapshot_of_a_time_is_opened_and_close_cleans_up() -> Result<()> {
     side(&machine, &["open", "--at", &between])?.expect(0);
     assert_eq!(state(&machine)?["key"], first);
     let ended = side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
-    assert!(ended.stderr.contains("no snapshot of 2020-01-01"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("no snapshot taken at or before 2020-01-01"), "{}", ended.stderr);
     let ended = side(&machine, &["copy", ALL[0]])?.expect(65);
     assert!(ended.stderr.contains("side open"), "{}", ended.stderr);
     side(&machine, &["open", first.as_str().context("a key")?])?.expect(0);

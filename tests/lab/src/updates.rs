@@ -68,7 +68,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     );
     let journal = "journalctl -b -u svc-update.service -o cat --no-pager";
     let journal = vm.run(journal, SHORT_TIMEOUT).await?.success()?;
-    ensure!(journal.contains("cut off"), "no update was in progress at the power cut: {journal}");
+    ensure!(journal.contains("interrupted update"), "no update was in progress at the power cut: {journal}");
     let open =
         vm.run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT_TIMEOUT).await?.success()?;
     ensure!(open.trim().is_empty() || open.contains("ended"), "the update is still in progress: {open}");

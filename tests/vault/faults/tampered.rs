@@ -133,13 +133,13 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record of another size", "bytes instead of", |objects| {
             objects.with_side(|side| side["sizeBytes"] = 1.into());
         }),
-        ("a table too few in the record", "public.noise has 200 rows", |objects| {
+        ("a table too few in the record", "public.noise: 200 rows restored", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables");
                 tables.retain(|table| table["name"] != "public.noise");
             });
         }),
-        ("a table too many in the record", "public.more is not there", |objects| {
+        ("a table too many in the record", "public.more: no table restored", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables");
                 tables.push(json!({"name": "public.more", "rows": 0}));

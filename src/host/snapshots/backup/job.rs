@@ -75,7 +75,7 @@ enum BackupError {
     Fenced(Fenced),
     /// The content of the database before the restore must never replace the snapshot.
     #[error("the restore gate is closed: no backup is taken until it opens")]
-    GateShut,
+    GateClosed,
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error(transparent)]
@@ -115,7 +115,7 @@ impl BackupError {
             Self::Connect(_) => Exit::Unavailable,
             Self::Identity(error) => error.exit(),
             Self::Emptied(_) | Self::HeldBack(_) => Exit::Refused,
-            Self::GateShut | Self::Stopped => Exit::TryAgain,
+            Self::GateClosed | Self::Stopped => Exit::TryAgain,
             Self::Upload(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
@@ -235,7 +235,7 @@ async fn back_up(
         return Err(BackupError::Superseded);
     }
     if !settings.layout.restore_complete().exists() {
-        return Err(BackupError::GateShut);
+        return Err(BackupError::GateClosed);
     }
     let identity = check_database(settings).await?;
     let latest = read_latest(settings).await?;

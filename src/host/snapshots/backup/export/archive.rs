@@ -36,7 +36,7 @@ const HOME_TIMEOUT: Duration = Duration::from_secs(600);
 #[derive(Debug, thiserror::Error)]
 enum WriteError {
     #[error("the restore gate is closed: until it opens, the database does not hold the owner's data")]
-    GateShut,
+    GateClosed,
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
     #[error(transparent)]
@@ -54,7 +54,7 @@ impl WriteError {
         match self {
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),
-            Self::GateShut => Exit::TryAgain,
+            Self::GateClosed => Exit::TryAgain,
             Self::Write(_) | Self::Home(_) | Self::Injected(_) => Exit::Internal,
         }
     }
@@ -72,7 +72,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     user::end_with_parent();
     failpoint::pass("export.begin")?;
     if !settings.layout.restore_complete().exists() {
-        return Err(WriteError::GateShut);
+        return Err(WriteError::GateClosed);
     }
     let write = WriteError::Write;
     let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write)?);

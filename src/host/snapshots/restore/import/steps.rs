@@ -75,7 +75,7 @@ enum StepError {
     #[error(
         "the restore gate is closed: `svc-restore` must restore this machine's own snapshot before an import"
     )]
-    GateShut,
+    GateClosed,
     #[error("this machine has been replaced (superseded.json)")]
     Superseded,
     #[error(
@@ -113,7 +113,7 @@ impl StepError {
     fn exit(&self) -> Exit {
         match self {
             Self::Superseded => Exit::Permission,
-            Self::GateShut => Exit::TryAgain,
+            Self::GateClosed => Exit::TryAgain,
             Self::OtherUser { .. } | Self::Archive(_) | Self::Download(DownloadError::NoSpace { .. }) => {
                 Exit::Refused
             }
@@ -175,7 +175,7 @@ fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) ->
         return Err(StepError::Superseded);
     }
     if !settings.layout.restore_complete().exists() {
-        return Err(StepError::GateShut);
+        return Err(StepError::GateClosed);
     }
     failpoint::pass("import.checked")?;
     Ok(())
