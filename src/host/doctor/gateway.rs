@@ -12,7 +12,7 @@ use crate::system::vars;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
 
-/// Path of the trusted socket.
+/// Returns the path of the gateway's trusted socket.
 pub fn socket_path(layout: &Layout) -> PathBuf {
     layout.gateway_sockets().join("gateway.sock")
 }

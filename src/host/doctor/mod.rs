@@ -33,7 +33,7 @@ pub fn is_installed() -> bool {
     Layout::from_process().host_env().parent().is_some_and(std::path::Path::exists)
 }
 
-/// The gateway's trusted socket below `SVC_ROOT`.
+/// Returns the path of the gateway's trusted socket below `SVC_ROOT`.
 pub fn gateway_socket() -> std::path::PathBuf {
     gateway::socket_path(&Layout::from_process())
 }

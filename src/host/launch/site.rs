@@ -122,7 +122,7 @@ fn load_file(name: &str, content: Vec<u8>) -> SiteFile {
     SiteFile { gzip: compressed.and_then(Result::ok).flatten(), plain }
 }
 
-/// The site's one route.
+/// Returns a router that serves the site on all paths.
 pub fn router(site: Site) -> Router {
     Router::new().fallback(serve).with_state(Arc::new(site))
 }

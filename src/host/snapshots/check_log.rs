@@ -1,5 +1,5 @@
-//! The record of a snapshot check: a line of `backup-checks.jsonl`, and the last check of each kind for heartbeat,
-//! metrics and doctor.
+//! The record of a snapshot check: a line of `backup-checks.jsonl`, and the last check of each kind for the
+//! heartbeat, the metrics and the doctor.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -85,10 +85,10 @@ impl Check {
         }
     }
 
-    /// Returns the last check of a kind on this machine.
+    /// Returns the last check of a kind on this machine. Returns `None` also if the file does not parse.
     ///
     /// # Errors
-    /// [`FileError`]. An unparsable file counts as none.
+    /// [`FileError`] if the file exists and cannot be read.
     pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.last_check(kind.as_str()))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))

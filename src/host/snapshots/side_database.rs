@@ -14,7 +14,7 @@ use svc_store::snapshot::TableCount;
 
 /// The side database's name in the machine's PostgreSQL.
 pub const DATABASE: &str = "svc_side";
-/// Maximum tables per copy.
+/// Maximum number of tables per copy.
 pub const MAX_TABLES: usize = 500;
 
 /// How a copy treats rows that exist in the snapshot, in the owner's database, or in both.

@@ -223,7 +223,7 @@ impl<S: Services> Updater<S> {
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// Takes a snapshot, except for a rollback, or for an update to the previous release by its version.
+    /// Takes a snapshot, unless the update is a rollback or names the previous release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
         let is_to_previous = journal.plan.kind == UpdateKind::Rollback
             || history::find_previous(&self.layout)

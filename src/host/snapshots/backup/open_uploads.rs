@@ -12,7 +12,7 @@ use svc_store::Bucket;
 use svc_store::multipart::OpenUpload;
 
 const FORMAT: u32 = 1;
-/// Maximum open uploads in the list; the latest are kept.
+/// Maximum number of open uploads in the list; the latest are kept.
 const MAX_UPLOADS: usize = 16;
 
 #[derive(Debug, Default, Serialize, Deserialize)]

@@ -1,4 +1,4 @@
-//! The record of a run: a line of `backup.jsonl`, and `last-backup.json` for heartbeat and gateway.
+//! The record of a run: a line of `backup.jsonl`, and `last-backup.json` for the heartbeat and the gateway.
 
 use jiff::Timestamp;
 use serde::Serialize;

@@ -18,7 +18,6 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
-/// The configuration and clients of a run.
 pub struct BackupSettings {
     pub layout: Layout,
     pub identity: Identity,
@@ -59,7 +58,7 @@ impl BackupSettings {
         })
     }
 
-    /// The context for loading a snapshot beside the owner's database.
+    /// Returns the context for loading a snapshot beside the owner's database.
     pub fn restore_context(&self) -> RestoreContext {
         RestoreContext {
             name: "svc-db-backup",

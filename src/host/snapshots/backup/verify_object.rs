@@ -1,4 +1,4 @@
-//! Reads a stored snapshot again, in full: size, SHA-256, and `pg_restore` over all of it.
+//! Reads a stored snapshot again, in full: size, SHA-256, and a run of `pg_restore` over the whole dump.
 
 use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};

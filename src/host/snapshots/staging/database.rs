@@ -1,4 +1,4 @@
-//! ScratchDatabase databases: names, oids and removal.
+//! Scratch databases: names, oids and removal.
 
 use std::time::{Duration, Instant};
 

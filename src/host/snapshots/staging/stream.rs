@@ -1,4 +1,4 @@
-//! Streams the dump from the store straight into `pg_restore`, for a disk without room for the dump beside the database.
+//! Streams the dump from the store straight into `pg_restore`, for a disk without space for the dump beside the database.
 //!
 //! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database if the size or
 //! the SHA-256 differs.

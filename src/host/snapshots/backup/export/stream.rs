@@ -1,5 +1,5 @@
 //! The protocol between the process that reads the home as the owner's user and the one that writes the archive: frames
-//! with a kind, a length and a payload. The writer trusts only their order.
+//! with a kind, a length and a payload. The writer checks every frame and the order of the frames.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};

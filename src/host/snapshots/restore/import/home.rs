@@ -16,7 +16,7 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// The directories of import `number`, below `directory`.
+    /// Returns the directories of the import `number`, below `directory`. They are not created yet.
     pub fn new(directory: &Path, number: i64) -> Self {
         Self {
             directory: directory.to_owned(),
