@@ -122,12 +122,11 @@ pub fn check_update(layout: &Layout) -> Findings {
         Ok(Some(last)) if last.outcome == "updated" => {
             findings.or_ok(format!("the last update, to {}, succeeded at {}", last.version, last.at))
         }
-        Ok(Some(last)) => {
-            let why = last.error.unwrap_or_else(|| "no reason recorded".to_owned());
-            let LastUpdate { version, outcome, stage, .. } = &last;
+        Ok(Some(LastUpdate { version, outcome, stage, error, .. })) => {
+            let why = error.unwrap_or_else(|| "no reason recorded".to_owned());
             let what = format!("the last update, to {version}, ended {outcome} in the stage {stage}: {why}");
             let next = "journalctl -u svc-update -n 100";
-            if last.outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
+            if outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
         }
         Err(why) => findings.skipped(why),
     }
