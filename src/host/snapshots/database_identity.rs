@@ -68,7 +68,7 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
     let Some(expected) = Marker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
     };
-    let live = read_identity(client, &current_database(client).await?).await?;
+    let live = read_identity(client, &read_current_database(client).await?).await?;
     match find_difference(&expected, &live) {
         None => Ok(Some(expected)),
         Some(difference) => Err(IdentityError::Mismatch { difference }),
@@ -100,7 +100,7 @@ async fn adopt_under_lock(
     if marker.database_identity.is_some() {
         return check(layout, client).await;
     }
-    let identity = adopt(client, &current_database(client).await?).await?;
+    let identity = adopt(client, &read_current_database(client).await?).await?;
     marker.with_identity(identity.clone()).write(layout)?;
     tracing::info!(restore_id = %identity.restore_id, "added the database's identity to the marker");
     Ok(Some(identity))
@@ -147,7 +147,7 @@ pub async fn assign_restore_id(client: &Client, database: &str) -> Result<Uuid, 
     Ok(read_identity(client, database).await?.restore_id.unwrap_or(id))
 }
 
-async fn current_database(client: &Client) -> Result<String, Error> {
+async fn read_current_database(client: &Client) -> Result<String, Error> {
     client.query_one("SELECT current_database()::text", &[]).await?.try_get(0)
 }
 

@@ -44,13 +44,13 @@ impl HeldSnapshot {
 
     /// Returns the record with the next snapshot of the series.
     #[must_use]
-    pub fn followed_by(self, key: String, loss: String) -> Self {
+    pub fn with_next_snapshot(self, key: String, loss: String) -> Self {
         Self { key, loss, ..self }
     }
 
     /// Counts the newest snapshot as agreeing, unless it was taken too soon after the last counted one.
     #[must_use]
-    pub fn counted(self, uptime: Duration) -> Self {
+    pub fn count_agreement(self, uptime: Duration) -> Self {
         let now = i64::try_from(uptime.as_millis()).unwrap_or(i64::MAX);
         let agreeing = match self.counted_at_uptime_ms {
             // The first one, or a count of an earlier release, which recorded no uptime.
@@ -109,25 +109,27 @@ mod tests {
     }
 
     #[test]
-    fn snapshots_agree_only_at_min_interval() {
-        let quick =
-            held().counted(HOUR).counted(HOUR).counted(HOUR + MIN_INTERVAL - Duration::from_millis(1));
+    fn count_agreement_counts_only_after_min_interval() {
+        let quick = held()
+            .count_agreement(HOUR)
+            .count_agreement(HOUR)
+            .count_agreement(HOUR + MIN_INTERVAL - Duration::from_millis(1));
         assert_eq!(quick.agreeing, 1);
-        assert_eq!(quick.clone().counted(HOUR + MIN_INTERVAL).agreeing, 2);
-        assert_eq!(quick.counted(2 * HOUR).counted(3 * HOUR).agreeing, 3);
+        assert_eq!(quick.clone().count_agreement(HOUR + MIN_INTERVAL).agreeing, 2);
+        assert_eq!(quick.count_agreement(2 * HOUR).count_agreement(3 * HOUR).agreeing, 3);
     }
 
     #[test]
-    fn counted_uses_only_new_uptime_after_reboot() {
-        let late = held().counted(100 * HOUR);
-        assert_eq!(late.clone().counted(HOUR / 2).agreeing, 1);
-        assert_eq!(late.counted(HOUR).agreeing, 2);
+    fn count_agreement_uses_only_new_uptime_after_reboot() {
+        let late = held().count_agreement(100 * HOUR);
+        assert_eq!(late.clone().count_agreement(HOUR / 2).agreeing, 1);
+        assert_eq!(late.count_agreement(HOUR).agreeing, 2);
     }
 
     #[test]
-    fn counted_restarts_count_of_earlier_release() {
+    fn count_agreement_restarts_count_of_earlier_release() {
         let text = r#"{"version":1,"key":"k","latest":"l","loss":"x","since":"2026-01-02T03:04:05.678Z","agreeing":2}"#;
         let earlier: HeldSnapshot = serde_json::from_str(text).unwrap();
-        assert_eq!(earlier.counted(HOUR).agreeing, 1);
+        assert_eq!(earlier.count_agreement(HOUR).agreeing, 1);
     }
 }

@@ -50,7 +50,7 @@ pub const FAILPOINTS: &[&str] = &[
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
-        "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then boot again"
+        "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then run `svc-update boot` again"
     )]
     Open { from: ImageVersion, to: ImageVersion },
     #[error(transparent)]

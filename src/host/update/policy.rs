@@ -132,10 +132,10 @@ pub fn check_parts(
     if let Some(part) = REQUIRED_PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
         return Err(PolicyError::LostPart { from: from.clone(), to: to.clone(), part });
     }
-    let next = installed_parts(layout, to);
+    let next = list_installed_parts(layout, to);
     let is_allowed = |part: &String| manifest.removes.contains(part) || allow.removal.contains(part);
     let is_removed = |part: &String| !next.contains(part) && !is_allowed(part);
-    let parts: Vec<String> = installed_parts(layout, from).into_iter().filter(is_removed).collect();
+    let parts: Vec<String> = list_installed_parts(layout, from).into_iter().filter(is_removed).collect();
     if parts.is_empty() {
         return Ok(());
     }
@@ -144,7 +144,7 @@ pub fn check_parts(
 
 /// Returns the parts that `release.json` lists and the release contains. A release without a valid list, such as an older
 /// one, has none.
-fn installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
+fn list_installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
     let dir = layout.release(version);
     let components = Release::read(&dir).map(|release| release.components).unwrap_or_default();
     let is_part = |path: &String| !path.starts_with(BUNDLED_APPS) && dir.join(path).exists();

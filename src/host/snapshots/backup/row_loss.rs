@@ -32,8 +32,10 @@ pub fn describe_loss(before: &[TableCount], now: &[TableCount]) -> Option<String
         .filter(|table| table.rows > 0 && !now.iter().any(|other| other.name == table.name))
         .collect();
     if let Some(first) = missing.first() {
-        let others = missing.len() - 1;
-        let others = if others > 0 { format!(", and so are {others} other tables") } else { String::new() };
+        let others = match missing.len() as u64 - 1 {
+            0 => String::new(),
+            count => format!(", along with {}", pluralize(count, "other table")),
+        };
         return Some(format!(
             "the table {} with {} is missing{others}",
             first.name,

@@ -63,11 +63,11 @@ pub fn check_shrinkage(
     };
     let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == before.key);
     let held = match earlier {
-        Some(held) => held.followed_by(taken.key.clone(), loss),
+        Some(held) => held.with_next_snapshot(taken.key.clone(), loss),
         None => HeldSnapshot::new(taken.key.clone(), before.key.clone(), loss),
     };
     let held = match trigger {
-        Trigger::Schedule => held.counted(uptime()),
+        Trigger::Schedule => held.count_agreement(read_uptime()),
         Trigger::Request => held,
     };
     if held.agreeing >= MIN_AGREEING {
@@ -79,7 +79,7 @@ pub fn check_shrinkage(
 }
 
 /// Returns the time since boot; zero if the clock cannot be read.
-fn uptime() -> Duration {
+fn read_uptime() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
