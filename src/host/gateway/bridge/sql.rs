@@ -31,7 +31,7 @@ impl Sql {
         self
     }
 
-    /// `"t"."column"`; every statement names its table `t`.
+    /// `"t"."column"`; every statement aliases its table as `t`.
     pub fn column(&mut self, column: &Column) -> &mut Self {
         self.push("\"t\".").name(&column.name)
     }
@@ -74,14 +74,14 @@ impl Sql {
     pub fn list<T>(
         &mut self,
         items: impl IntoIterator<Item = T>,
-        between: &'static str,
-        mut each: impl FnMut(&mut Self, T),
+        separator: &'static str,
+        mut write_item: impl FnMut(&mut Self, T),
     ) -> &mut Self {
         for (index, item) in items.into_iter().enumerate() {
             if index > 0 {
-                self.push(between);
+                self.push(separator);
             }
-            each(self, item);
+            write_item(self, item);
         }
         self
     }
@@ -110,9 +110,9 @@ impl Sql {
         self.push(" AS ").name(&column.name)
     }
 
-    /// A column's value as [`super::cursor::key`] reads it. Every row has it, although only the last one's becomes a
-    /// cursor, so types that are cheap to parse here are not converted to text by the database.
-    pub fn key(&mut self, column: &Column) -> &mut Self {
+    /// A column's value as [`super::cursor::key_text`] reads it. Every row has its order keys, although only those of the
+    /// last row become a cursor. Types that are cheap to format here are therefore not converted by the database.
+    pub fn order_key(&mut self, column: &Column) -> &mut Self {
         self.column(column);
         match column.kind {
             ColumnType::Integer | ColumnType::Bigint | ColumnType::Uuid | ColumnType::Timestamptz => self,
@@ -128,8 +128,8 @@ impl Sql {
     /// The JSON of the row from [`Self::row_source`]. A row larger than [`MAX_ROW_BYTES`] fails the whole statement
     /// with SQLSTATE 54000, before the row leaves the server.
     pub fn row_json(&mut self) -> &mut Self {
-        // PostgreSQL rejects a text of more than 1 GB before it allocates anything, and it does not evaluate an
-        // expression over a column in advance, as it would a constant.
+        // `repeat` fails, because its result would exceed 1 GB, before PostgreSQL allocates anything. Its argument is a
+        // column, so PostgreSQL does not evaluate it during planning, as it would a constant.
         write!(
             self.text,
             "CASE WHEN pg_column_size(\"b\".\"json\") > {MAX_ROW_BYTES} \

@@ -1,4 +1,4 @@
-//! The connections that all apps may hold together, and how an app without one gets one when all are in use.
+//! The limit on the connections of all apps together, and how an app without a connection gets one when all are in use.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -24,7 +24,7 @@ impl Budget {
         Arc::new(Self { permits: Arc::new(Semaphore::new(connections)), pools: Mutex::default() })
     }
 
-    /// Registers a pool, which may be requested to close a connection.
+    /// Registers a pool, so that it can be made to close a connection.
     pub fn register(&self, pool: &Arc<Pool>) {
         self.pools().push(Arc::downgrade(pool));
     }
@@ -43,7 +43,7 @@ impl Budget {
         let mut waiting = pin!(self.permits.clone().acquire_owned());
         loop {
             self.retire_one();
-            // Permits may belong to connections that are still being opened; those can be retired a little later.
+            // Permits may belong to connections that are still being opened; these can be retired in a later iteration.
             if let Ok(permit) = tokio::time::timeout(RETIRE_INTERVAL, &mut waiting).await {
                 return permit.ok();
             }
@@ -58,7 +58,7 @@ impl Budget {
             let usage = pools.iter().filter_map(Weak::upgrade).map(|pool| (pool.usage(), pool));
             usage
                 .filter(|(usage, _)| usage.spare > 0)
-                .max_by_key(|(usage, _)| (usage.spare, std::cmp::Reverse(usage.last_used)))
+                .max_by_key(|(usage, _)| (usage.spare, std::cmp::Reverse(usage.last_used_ms)))
                 .map(|(_, pool)| pool)
         };
         if let Some(pool) = candidate {

@@ -59,7 +59,7 @@ pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> 
 }
 
 fn backup_status(layout: &Layout) -> Result<Value, LockError> {
-    // Check the lock first: a run that has released it has already written its result.
+    // Check the lock first: a run that has released the lock has already written its result.
     let is_running = Lock::is_held(&layout.backup_lock())?;
     let mut summary = json!({ "running": is_running });
     let progress = BackupProgress::read(layout)?.filter(|_| is_running);
@@ -75,7 +75,7 @@ fn backup_status(layout: &Layout) -> Result<Value, LockError> {
         let taken_at = last.key.as_deref().and_then(key::taken_at);
         let LastRun { timestamp, status, key, error, held } = last;
         let last = LastRunView { status, began_at: timestamp, taken_at, key, error, held };
-        summary["last"] = serde_json::to_value(last).expect("plain fields are JSON");
+        summary["last"] = serde_json::to_value(last).expect("the last run can be serialized");
     }
     Ok(summary)
 }
