@@ -1,8 +1,8 @@
 //! Copies the release's bundled apps into the owner's apps folder. Apps that the owner changed, created or removed are
 //! not touched.
 //!
-//! A record in the home lists the copied files. An app is replaced as a whole, by rename, and only if its files
-//! are exactly those that were copied.
+//! A record in the home lists the copied files. An app is replaced as a whole, by rename, and only if its files are
+//! exactly those that were copied.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

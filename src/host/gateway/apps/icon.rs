@@ -1,5 +1,5 @@
-//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its name. A missing or invalid icon is
-//! not an error.
+//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its name. A missing or invalid icon is not an
+//! error.
 
 use std::path::Path;
 use std::sync::Arc;

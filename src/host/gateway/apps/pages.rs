@@ -1,7 +1,6 @@
 //! `GET /apps/<slug>/…`: an app's built pages, only from below its output folder.
 //!
-//! Each document runs in an opaque origin: apps share a host with the owner's session and must not run in
-//! that origin.
+//! Each document runs in an opaque origin: apps share a host with the owner's session and must not run in that origin.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata};

@@ -1,7 +1,7 @@
 //! The end of a page: the last row's values of the order columns, as text that PostgreSQL parses.
 //!
-//! A cursor is opaque but not secret: the client has seen the row. A cursor in a request is validated, and its
-//! values are bound like any value. It is valid only for the order and filter for which it was created.
+//! A cursor is opaque but not secret: the client has seen the row. A cursor in a request is validated, and its values
+//! are bound like any value. It is valid only for the order and filter for which it was created.
 
 use std::hash::{DefaultHasher, Hasher};
 

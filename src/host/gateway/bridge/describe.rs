@@ -1,5 +1,5 @@
-//! The bridge's routes and their descriptions. The schema of a query is derived from the list of actions that
-//! the request parser uses.
+//! The bridge's routes and their descriptions. The schema of a query is derived from the list of actions that the
+//! request parser uses.
 
 use http::Method;
 use serde_json::{Value, json};
@@ -162,7 +162,8 @@ fn field_schema(name: &str) -> Value {
     }
 }
 
-/// The result depends on the action: a row, rows with a cursor and an optional count, a number, or the responses of a transaction.
+/// The result depends on the action: a row, rows with a cursor and an optional count, a number, or the responses of a
+/// transaction.
 fn result_schema() -> Value {
     object(
         &[("data", json!({ "type": ["object", "array"] }))],

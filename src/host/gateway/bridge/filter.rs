@@ -73,7 +73,7 @@ impl<'t> Filter<'t> {
 
     fn write_joined(parts: &[Self], separator: &'static str, sql: &mut Sql) {
         sql.push("(");
-        sql.list(parts, separator, |sql, part| part.write(sql));
+        sql.push_list(parts, separator, |sql, part| part.write(sql));
         sql.push(")");
     }
 }
@@ -82,20 +82,23 @@ impl Predicate {
     fn write(&self, column: &Column, sql: &mut Sql) {
         match self {
             Self::Operator(operator, param) => {
-                sql.column(column).push(operator).bind(column.kind, param.clone());
+                sql.push_column(column).push(operator).bind(column.kind, param.clone());
             }
             Self::In(values) => {
-                sql.column(column).push(" = ANY (").bind_many(column.kind, values.clone()).push(")");
+                sql.push_column(column).push(" = ANY (").bind_many(column.kind, values.clone()).push(")");
             }
             Self::Contains(part) => {
-                sql.push("strpos(").column(column).push(", ").placeholder(Param::Text(part.clone()));
+                sql.push("strpos(")
+                    .push_column(column)
+                    .push(", ")
+                    .push_placeholder(Param::Text(part.clone()));
                 sql.push(") > 0");
             }
             Self::IsNull => {
-                sql.column(column).push(" IS NULL");
+                sql.push_column(column).push(" IS NULL");
             }
             Self::IsNotNull => {
-                sql.column(column).push(" IS NOT NULL");
+                sql.push_column(column).push(" IS NOT NULL");
             }
         }
     }

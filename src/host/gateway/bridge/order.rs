@@ -66,8 +66,8 @@ impl<'t> Order<'t> {
     }
 
     pub fn write(&self, sql: &mut Sql) {
-        sql.list(&self.keys, ", ", |sql, (column, direction)| {
-            sql.column(column).push(match direction {
+        sql.push_list(&self.keys, ", ", |sql, (column, direction)| {
+            sql.push_column(column).push(match direction {
                 Direction::Ascending => " ASC NULLS LAST",
                 Direction::Descending => " DESC NULLS FIRST",
             });
@@ -83,32 +83,33 @@ impl<'t> Order<'t> {
         }
     }
 
-    /// Whether all keys have the same direction and none is nullable: an index then supports the comparison of whole rows.
+    /// Whether all keys have the same direction and none is nullable: an index then supports the comparison of whole
+    /// rows.
     fn is_row_comparable(&self) -> bool {
         let first = self.keys.first().map(|(_, direction)| *direction);
         self.keys.iter().all(|(column, direction)| !column.is_nullable() && Some(*direction) == first)
     }
 
     fn write_row_comparison(&self, values: &[Option<String>], sql: &mut Sql) {
-        sql.push("(").list(&self.keys, ", ", |sql, (column, _)| {
-            sql.column(column);
+        sql.push("(").push_list(&self.keys, ", ", |sql, (column, _)| {
+            sql.push_column(column);
         });
         let descending = self.keys.first().is_some_and(|(_, d)| *d == Direction::Descending);
         sql.push(if descending { ") < (" } else { ") > (" });
-        sql.list(self.keys.iter().zip(values), ", ", |sql, ((column, _), value)| {
+        sql.push_list(self.keys.iter().zip(values), ", ", |sql, ((column, _), value)| {
             sql.bind_text(column.kind, value.clone().unwrap_or_default());
         });
         sql.push(")");
     }
 
-    /// A row comes after if, for one of the keys, all earlier keys are equal and this key comes after. NULL sorts last in
+    /// A row follows if one of its keys comes after the given value and all earlier keys are equal. NULL sorts last in
     /// ascending order and first in descending order.
     fn write_key_comparisons(&self, values: &[Option<String>], sql: &mut Sql) {
         let keys: Vec<_> = self.keys.iter().zip(values).collect();
         sql.push("(");
-        sql.list(0..keys.len(), " OR ", |sql, last| {
+        sql.push_list(0..keys.len(), " OR ", |sql, last| {
             sql.push("(");
-            sql.list(0..=last, " AND ", |sql, index| {
+            sql.push_list(0..=last, " AND ", |sql, index| {
                 let ((column, direction), value) = &keys[index];
                 if index < last {
                     write_equal(column, value.as_deref(), sql);
@@ -124,22 +125,22 @@ impl<'t> Order<'t> {
 
 fn write_equal(column: &Column, value: Option<&str>, sql: &mut Sql) {
     match value {
-        Some(value) => sql.column(column).push(" = ").bind_text(column.kind, value.to_owned()),
-        None => sql.column(column).push(" IS NULL"),
+        Some(value) => sql.push_column(column).push(" = ").bind_text(column.kind, value.to_owned()),
+        None => sql.push_column(column).push(" IS NULL"),
     };
 }
 
 fn write_key_after(column: &Column, direction: Direction, value: Option<&str>, sql: &mut Sql) {
     match (direction, value) {
         (Direction::Ascending, Some(value)) => {
-            sql.push("(").column(column).push(" > ").bind_text(column.kind, value.to_owned());
-            sql.push(" OR ").column(column).push(" IS NULL)")
+            sql.push("(").push_column(column).push(" > ").bind_text(column.kind, value.to_owned());
+            sql.push(" OR ").push_column(column).push(" IS NULL)")
         }
         (Direction::Ascending, None) => sql.push("FALSE"),
         (Direction::Descending, Some(value)) => {
-            sql.column(column).push(" < ").bind_text(column.kind, value.to_owned())
+            sql.push_column(column).push(" < ").bind_text(column.kind, value.to_owned())
         }
-        (Direction::Descending, None) => sql.column(column).push(" IS NOT NULL"),
+        (Direction::Descending, None) => sql.push_column(column).push(" IS NOT NULL"),
     };
 }
 

@@ -49,8 +49,8 @@ pub struct InsertGroup {
     pub rows: Vec<usize>,
 }
 
-/// A page of rows. Each result row has the row's JSON and its order columns. The query reads `limit` + 1 rows to detect a
-/// next page.
+/// A page of rows. Each result row has the row's JSON and its order columns. The query reads `limit` + 1 rows to detect
+/// a next page.
 #[derive(Debug, PartialEq)]
 pub struct FindPlan<'t> {
     pub rows: Sql,
@@ -152,13 +152,13 @@ struct TablePlanner<'s, 't> {
 
 impl<'t> TablePlanner<'_, 't> {
     fn push_table(&self, sql: &mut Sql) {
-        sql.name(self.schema).push(".").name(&self.table.name).push(" AS \"t\"");
+        sql.push_name(self.schema).push(".").push_name(&self.table.name).push(" AS \"t\"");
     }
 
     fn get(&self, id: &RawValue) -> Result<Plan<'t>, FieldError> {
         let filter = self.id_filter(id)?;
         let mut sql = Sql::new("SELECT ");
-        sql.row_object(&self.table.columns).push(" FROM ");
+        sql.push_row_object(&self.table.columns).push(" FROM ");
         self.push_table(&mut sql);
         sql.push(" WHERE ");
         filter.write(&mut sql);
@@ -212,9 +212,9 @@ impl<'t> TablePlanner<'_, 't> {
         limit: i64,
     ) -> Sql {
         let mut sql = Sql::new("SELECT ");
-        sql.row_json();
+        sql.push_row_json();
         for (column, _) in &order.keys {
-            sql.push(", ").order_key(column);
+            sql.push(", ").push_order_key(column);
         }
         sql.push(" FROM (SELECT ");
         let keys = order.keys.iter().map(|(column, _)| *column);
@@ -224,8 +224,8 @@ impl<'t> TablePlanner<'_, 't> {
             .iter()
             .filter(|column| columns.contains(column) || keys.clone().any(|key| key == *column))
             .collect();
-        sql.list(needed, ", ", |sql, column| {
-            sql.column(column);
+        sql.push_list(needed, ", ", |sql, column| {
+            sql.push_column(column);
         });
         sql.push(" FROM ");
         self.push_table(&mut sql);
@@ -239,9 +239,9 @@ impl<'t> TablePlanner<'_, 't> {
         }
         sql.push(" ORDER BY ");
         order.write(&mut sql);
-        sql.push(" LIMIT ").placeholder(Param::Int8(limit + 1)).push(") AS \"t\"");
+        sql.push(" LIMIT ").push_placeholder(Param::Int8(limit + 1)).push(") AS \"t\"");
         // A lateral join is cheaper in PostgreSQL than a sub-select for each row.
-        sql.push(" CROSS JOIN LATERAL ").row_source(columns.iter().copied());
+        sql.push(" CROSS JOIN LATERAL ").push_row_source(columns.iter().copied());
         sql
     }
 

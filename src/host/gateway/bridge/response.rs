@@ -56,8 +56,8 @@ impl BridgeResponse {
     }
 }
 
-/// The number of bytes that the response may still use, and the counter of changed rows. The operations of a transaction share one
-/// budget.
+/// The number of bytes that the response may still use, and the counter of changed rows. The operations of a
+/// transaction share one budget.
 #[derive(Debug)]
 pub struct ResponseBudget<'c> {
     bytes: AtomicUsize,

@@ -56,11 +56,11 @@ impl CertificateRequest<'_> {
     /// # Errors
     /// Why no certificate was issued. The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
-        let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.order());
+        let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate in 5 minutes"))?
     }
 
-    async fn order(&self) -> anyhow::Result<String> {
+    async fn complete_order(&self) -> anyhow::Result<String> {
         let mut order = match self.place_order().await {
             Err(error) if is_account_refused(&error) => {
                 fsx::remove_if_exists(&self.layout.acme_account())?;

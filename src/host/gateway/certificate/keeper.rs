@@ -158,7 +158,7 @@ impl CertificateKeeper {
         } else {
             self.error = None;
         }
-        self.report(&settings);
+        self.publish_status(&settings);
     }
 
     /// Presents the chain that was stored before a restart, even if it has expired.
@@ -267,7 +267,7 @@ impl CertificateKeeper {
         // Record the attempt first: a gateway that is killed during the request must not order again at its next start.
         let delay = self.attempts.next_delay();
         self.attempts.schedule_retry(delay);
-        self.report(settings);
+        self.publish_status(settings);
         match self.request(name, acme).await {
             Ok((chain, pem)) => {
                 tracing::info!(name, until = %chain.not_after(), "certificate issued");
@@ -290,8 +290,8 @@ impl CertificateKeeper {
         }
     }
 
-    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests another one after a
-    /// restart.
+    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests another one after
+    /// a restart.
     fn store_chain(&mut self) {
         let Some(text) = &self.unstored else { return };
         match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {
@@ -338,7 +338,8 @@ impl CertificateKeeper {
         Ok((chain, pem))
     }
 
-    fn report(&mut self, settings: &CertificateSettings) {
+    /// Updates the metrics and the recorded state of the certificate.
+    fn publish_status(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
         let is_trusted = match &self.last_verification {
             Some(last) if last.at.elapsed() < VERIFY_INTERVAL && last.name.as_deref() == name => {

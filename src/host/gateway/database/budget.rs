@@ -42,7 +42,7 @@ impl Budget {
         }
         let mut waiting = pin!(self.permits.clone().acquire_owned());
         loop {
-            self.retire_one();
+            self.retire_connection();
             // Permits may belong to connections that are still being opened; these can be retired in a later iteration.
             if let Ok(permit) = tokio::time::timeout(RETIRE_INTERVAL, &mut waiting).await {
                 return permit.ok();
@@ -50,7 +50,7 @@ impl Budget {
         }
     }
 
-    fn retire_one(&self) {
+    fn retire_connection(&self) {
         let candidate = {
             let mut pools = self.pools();
             pools.retain(|pool| pool.strong_count() > 0);
@@ -62,7 +62,7 @@ impl Budget {
                 .map(|(_, pool)| pool)
         };
         if let Some(pool) = candidate {
-            pool.retire_one();
+            pool.retire_connection();
         }
     }
 

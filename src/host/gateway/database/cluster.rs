@@ -28,8 +28,8 @@ const SCHEMA_SQL: &str = "
     REVOKE CREATE ON SCHEMA public FROM PUBLIC;
 ";
 
-/// Selects statements that revoke privileges that no app may have from PUBLIC: temporary tables, new schemas, large objects, and access to other
-/// databases.
+/// Selects the statements that revoke from PUBLIC the privileges that no app may have: temporary tables, new schemas,
+/// large objects, and access to other databases.
 const REVOKE_STATEMENTS: &str = "
     SELECT format('REVOKE CREATE, TEMPORARY ON DATABASE %I FROM PUBLIC', current_database())
      WHERE has_database_privilege('public', current_database(), 'CREATE, TEMPORARY')

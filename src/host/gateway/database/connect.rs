@@ -56,8 +56,8 @@ impl Database {
         connect(&self.config).await
     }
 
-    /// Opens a connection that notifies `wakeup` for each notification on `channel`, and when it is closed. The client must
-    /// be kept alive.
+    /// Opens a connection that notifies `wakeup` for each notification on `channel`, and when it is closed. The client
+    /// must be kept alive.
     ///
     /// # Errors
     /// See [`DatabaseError`].

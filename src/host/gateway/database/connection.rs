@@ -119,8 +119,8 @@ impl Connection {
         !self.abandoned.swap(true, Ordering::AcqRel)
     }
 
-    /// Whether a request left its statement unfinished: that statement is cancelled, and statements queued behind it may
-    /// be cancelled too.
+    /// Whether a request left its statement unfinished: that statement is cancelled, and statements queued behind it
+    /// may be cancelled too.
     pub fn is_abandoned(&self) -> bool {
         self.abandoned.load(Ordering::Acquire)
     }
@@ -129,7 +129,8 @@ impl Connection {
         !self.client.is_closed() && !self.is_abandoned()
     }
 
-    /// Whether another app may claim the connection's permit: the connection is idle, or older than the minimum lifetime.
+    /// Whether another app may claim the connection's permit: the connection is idle, or older than the minimum
+    /// lifetime.
     pub(super) fn can_be_retired(&self) -> bool {
         self.in_flight() == 0 || now_ms().saturating_sub(self.opened_ms) > MIN_LIFETIME_MS
     }

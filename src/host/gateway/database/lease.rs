@@ -2,8 +2,8 @@
 //!
 //! A dropped request cannot stop its statement: PostgreSQL continues to execute it, and statements queued behind it
 //! would wait. The connection is therefore removed from the pool immediately, its statements are cancelled until it is
-//! idle, and it is closed. A cancellation applies to the statement that is running, so other requests' statements on the connection may be cancelled
-//! too; those had no effect and are retried on another connection.
+//! idle, and it is closed. A cancellation applies to the statement that is running, so other requests' statements on
+//! the connection may be cancelled too; those had no effect and are retried on another connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -82,7 +82,7 @@ impl Drop for Lease {
     }
 }
 
-/// Cancels running statements as long as requests wait behind them, then terminates the backend. The
+/// Cancels running statements while requests are in flight on the connection, then terminates the backend. The
 /// connection's permit is held until the backend has exited.
 async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
     for _ in 0..MAX_CANCEL_ATTEMPTS {

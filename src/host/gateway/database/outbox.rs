@@ -160,7 +160,7 @@ pub async fn start_watching(client: &mut Client, schema: &Name) -> Result<(), Da
                 ON CONFLICT (schema_name) DO UPDATE SET listened_at = now()";
     transaction.execute(upsert, &[&schema.as_str()]).await?;
     transaction.commit().await?;
-    // Creating the triggers has waited for all transactions whose writes did not fire them.
+    // Creating the triggers waited for all transactions that had written without firing them.
     let floor = "UPDATE svc.watched SET floor = pg_snapshot_xmin(pg_current_snapshot())::text::bigint - 1
                   WHERE schema_name = $1 AND floor IS NULL";
     client.execute(floor, &[&schema.as_str()]).await?;

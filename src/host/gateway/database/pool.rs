@@ -157,7 +157,7 @@ impl Pool {
     }
 
     /// Retires the least busy connection; it closes when its statements have finished.
-    pub(super) fn retire_one(&self) {
+    pub(super) fn retire_connection(&self) {
         let open = &mut self.lock().connections;
         let spare = (0..open.len()).filter(|&index| open[index].can_be_retired());
         if let Some(index) = spare.min_by_key(|&index| open[index].in_flight()) {

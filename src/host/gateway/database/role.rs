@@ -21,7 +21,8 @@ pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
 }
 
 /// Creates the role if it is missing (a restore creates it without login), and lets it log in with `password`. The
-/// server's log omits the role's errors, because their text contains row values; the gateway logs them without the text.
+/// server's log omits the role's errors, because their text contains row values; the gateway logs them without the
+/// text.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement.

@@ -236,7 +236,7 @@ fn response_schema() -> Value {
 }
 
 fn request_schema() -> Value {
-    let choice = || {
+    let agent_options = || {
         vec![
             ("agentName", text_to(MAX_AGENT_NAME_CHARS)),
             ("model", text_to(MAX_MODEL_CHARS)),
@@ -244,17 +244,17 @@ fn request_schema() -> Value {
             ("deadlineSeconds", json!({ "type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_SECONDS })),
         ]
     };
-    let mut batch = array(fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &choice()));
+    let mut batch = array(fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &agent_options()));
     batch["minItems"] = 1.into();
     batch["maxItems"] = MAX_BATCH_ENTRIES.into();
-    let mut whole = choice();
-    whole.extend([
+    let mut request_options = agent_options();
+    request_options.extend([
         ("id", matching("^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")),
         ("senderId", text_to(MAX_SENDER_CHARS)),
     ]);
     json!({ "oneOf": [
-        fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &whole),
-        fields(&[("batch", batch)], &whole),
+        fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &request_options),
+        fields(&[("batch", batch)], &request_options),
     ] })
 }
 

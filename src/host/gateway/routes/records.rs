@@ -18,7 +18,7 @@ use svc_http::openapi::{
 };
 use svc_http::problem::{Code, Problem};
 
-const fn filter(name: &'static str, about: &'static str) -> Parameter {
+const fn filter_parameter(name: &'static str, about: &'static str) -> Parameter {
     Parameter { name, location: ParameterLocation::Query, schema: || text_to(MAX_FILTER_CHARS), about }
 }
 
@@ -159,13 +159,13 @@ record!(
     "/api/interactions",
     "Ended dispatches",
     [
-        filter("id", "The dispatch with this id."),
-        filter("senderId", "Of this user or channel."),
-        filter("conversationId", "Of this conversation."),
-        filter("model", "By this model."),
-        filter("agentName", "By this agent."),
-        filter("status", "success or error."),
-        filter("batchId", "Of this batch.")
+        filter_parameter("id", "The dispatch with this id."),
+        filter_parameter("senderId", "Of this user or channel."),
+        filter_parameter("conversationId", "Of this conversation."),
+        filter_parameter("model", "By this model."),
+        filter_parameter("agentName", "By this agent."),
+        filter_parameter("status", "success or error."),
+        filter_parameter("batchId", "Of this batch.")
     ],
     "interactions",
     "Interaction"
@@ -181,10 +181,10 @@ record!(
     "/api/audit",
     "Changes by agents to files in the home",
     [
-        filter("op", "write, delete or mkdir."),
-        filter("actor", "By this agent or part of the system."),
-        filter("agentName", "By this agent."),
-        filter("path", "This path and everything below it.")
+        filter_parameter("op", "write, delete or mkdir."),
+        filter_parameter("actor", "By this agent or part of the system."),
+        filter_parameter("agentName", "By this agent."),
+        filter_parameter("path", "This path and everything below it.")
     ],
     "entries",
     "AuditEntry"
@@ -199,7 +199,7 @@ record!(
     "followActivity",
     "/api/activity",
     "Events on the machine",
-    [filter("contains", "Lines that contain this text.")],
+    [filter_parameter("contains", "Lines that contain this text.")],
     "lines",
     "ActivityLine"
 );
@@ -227,7 +227,7 @@ record!(
     "followBackups",
     "/api/backups",
     "Backup runs",
-    [filter("status", "success or error.")],
+    [filter_parameter("status", "success or error.")],
     "backups",
     "Backup"
 );

@@ -68,8 +68,8 @@ impl IdForm {
         format!("{}-{position}", id.epoch)
     }
 
-    /// Parses an id presented to the machine of epoch `current`. An id sealed by another machine reveals only its epoch:
-    /// its position is returned as 0.
+    /// Parses an id presented to the machine of epoch `current`. An id sealed by another machine reveals only its
+    /// epoch: its position is returned as 0.
     ///
     /// # Errors
     /// [`InvalidEventId`], also for the id of another app.

@@ -167,7 +167,8 @@ impl Listener {
         }
     }
 
-    /// Whether the stream belongs to an agent whose dispatch has ended: a process that the agent started can outlive it.
+    /// Whether the stream belongs to an agent whose dispatch has ended: a process that the agent started can outlive
+    /// it.
     fn has_agent_ended(&self) -> bool {
         let Principal::Agent { dispatch, .. } = &self.principal else { return false };
         !self.bridge.agent_tokens.has_dispatch(dispatch)

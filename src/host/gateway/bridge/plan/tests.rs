@@ -187,8 +187,8 @@ fn request() -> BoxedStrategy<Value> {
     .boxed()
 }
 
-/// Checks that the quoted names in SQL are the planner's or the manifest's, and that its numbers are placeholders or the
-/// planner's.
+/// Checks that the quoted names in SQL are the planner's or the manifest's, and that its numbers are placeholders or
+/// the planner's.
 fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
     let mut rest = text;
     let mut outside = String::new();

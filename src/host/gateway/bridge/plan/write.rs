@@ -39,7 +39,7 @@ impl<'t> TablePlanner<'_, 't> {
     pub(super) fn insert(&self, data: &RawValue) -> Result<Plan<'t>, FieldErrors> {
         let values = self.with_id(self.parse_values(data, "/data", RowState::New)?);
         let mut sql = self.insert_sql(values);
-        sql.push(" RETURNING ").row_object(&self.table.columns);
+        sql.push(" RETURNING ").push_row_object(&self.table.columns);
         Ok(Plan::Insert(sql))
     }
 
@@ -89,13 +89,13 @@ impl<'t> TablePlanner<'_, 't> {
     fn insert_group(&self, group: RowGroup<'t>) -> InsertGroup {
         let mut sql = Sql::new("INSERT INTO ");
         self.push_table(&mut sql);
-        sql.push(" (").list(&group.columns, ", ", |sql, (column, _)| {
-            sql.name(&column.name);
+        sql.push(" (").push_list(&group.columns, ", ", |sql, (column, _)| {
+            sql.push_name(&column.name);
         });
-        sql.push(") SELECT * FROM unnest(").list(group.columns, ", ", |sql, (column, values)| {
+        sql.push(") SELECT * FROM unnest(").push_list(group.columns, ", ", |sql, (column, values)| {
             sql.bind_many(column.kind, values);
         });
-        sql.push(") RETURNING ").row_object(&self.table.columns);
+        sql.push(") RETURNING ").push_row_object(&self.table.columns);
         InsertGroup { sql, rows: group.rows }
     }
 
@@ -125,8 +125,8 @@ impl<'t> TablePlanner<'_, 't> {
         }
         let given: Vec<&Column> = values.iter().map(|(column, _)| *column).collect();
         let mut write = self.insert_sql(self.with_id(values));
-        write.push(" ON CONFLICT (").list(&target, ", ", |sql, column| {
-            sql.name(&column.name);
+        write.push(" ON CONFLICT (").push_list(&target, ", ", |sql, column| {
+            sql.push_name(&column.name);
         });
         write.push(") DO UPDATE SET \"updated_at\" = ");
         match resolution {
@@ -135,17 +135,17 @@ impl<'t> TablePlanner<'_, 't> {
                 let is_updated =
                     |column: &&&Column| column.origin == Origin::Declared && !target.contains(column);
                 for column in given.iter().filter(is_updated) {
-                    write.push(", ").name(&column.name).push(" = excluded.").name(&column.name);
+                    write.push(", ").push_name(&column.name).push(" = excluded.").push_name(&column.name);
                 }
             }
             Resolution::Ignore => {
                 write.push("\"t\".\"updated_at\" WHERE FALSE");
             }
         }
-        write.push(" RETURNING ").row_object(&self.table.columns);
+        write.push(" RETURNING ").push_row_object(&self.table.columns);
         let fallback = (resolution == Resolution::Ignore).then(|| {
             let mut sql = Sql::new("SELECT ");
-            sql.row_object(&self.table.columns).push(" FROM ");
+            sql.push_row_object(&self.table.columns).push(" FROM ");
             self.push_table(&mut sql);
             sql.push(" WHERE ");
             Filter::All(key).write(&mut sql);
@@ -194,7 +194,7 @@ impl<'t> TablePlanner<'_, 't> {
         sql.push(" WHERE ");
         filter.write(&mut sql);
         if returning == Returning::Rows {
-            sql.push(" RETURNING ").row_object(&self.table.columns);
+            sql.push(" RETURNING ").push_row_object(&self.table.columns);
         }
         sql
     }
@@ -211,18 +211,18 @@ impl<'t> TablePlanner<'_, 't> {
         self.push_table(&mut sql);
         sql.push(" WHERE ");
         filter.write(&mut sql);
-        sql.push(" LIMIT ").placeholder(Param::Int8(max_affected.saturating_add(1)));
+        sql.push(" LIMIT ").push_placeholder(Param::Int8(max_affected.saturating_add(1)));
         sql.push(" FOR UPDATE), \"done\" AS (");
         self.push_change_head(&mut sql, kind, Some("\"hit\""));
         sql.push(" WHERE \"t\".\"id\" = \"hit\".\"id\" AND (SELECT count(*) FROM \"hit\") <= ");
-        sql.placeholder(Param::Int8(max_affected)).push(" RETURNING ");
+        sql.push_placeholder(Param::Int8(max_affected)).push(" RETURNING ");
         let hits = "SELECT count(*) FROM \"hit\"";
         match returning {
             Returning::Number => {
                 sql.push("TRUE) SELECT (").push(hits).push("), (SELECT count(*) FROM \"done\")");
             }
             Returning::Rows => {
-                sql.row_object(&self.table.columns)
+                sql.push_row_object(&self.table.columns)
                     .push(" AS \"row\") SELECT \"h\".\"count\", \"d\".\"row\" FROM (");
                 sql.push(hits).push(") AS \"h\" LEFT JOIN \"done\" AS \"d\" ON TRUE");
             }
@@ -236,8 +236,8 @@ impl<'t> TablePlanner<'_, 't> {
             ChangeKind::Update(values) => {
                 sql.push("UPDATE ");
                 self.push_table(sql);
-                sql.push(" SET ").list(values, ", ", |sql, (column, param)| {
-                    sql.name(&column.name).push(" = ").bind(column.kind, param);
+                sql.push(" SET ").push_list(values, ", ", |sql, (column, param)| {
+                    sql.push_name(&column.name).push(" = ").bind(column.kind, param);
                 });
                 sql.push(", \"updated_at\" = now()");
                 if let Some(source) = source {
@@ -258,10 +258,10 @@ impl<'t> TablePlanner<'_, 't> {
     fn insert_sql(&self, values: RowValues<'t>) -> Sql {
         let mut sql = Sql::new("INSERT INTO ");
         self.push_table(&mut sql);
-        sql.push(" (").list(&values, ", ", |sql, (column, _)| {
-            sql.name(&column.name);
+        sql.push(" (").push_list(&values, ", ", |sql, (column, _)| {
+            sql.push_name(&column.name);
         });
-        sql.push(") VALUES (").list(values, ", ", |sql, (column, param)| {
+        sql.push(") VALUES (").push_list(values, ", ", |sql, (column, param)| {
             sql.bind(column.kind, param);
         });
         sql.push(")");
