@@ -173,7 +173,7 @@ impl<'t> TablePlanner<'_, 't> {
     fn plan_change(&self, kind: ChangeKind<'t>, change: &ChangeRequest<'_>) -> Result<Plan<'t>, FieldError> {
         let (filter, target) = match change.rows {
             RowSelector::Id(id) => (self.id_filter(id)?, ChangeTarget::Id),
-            RowSelector::Filter(raw) => (self.filter(Some(raw))?, ChangeTarget::Filter),
+            RowSelector::Filter(raw) => (self.parse_filter(Some(raw))?, ChangeTarget::Filter),
         };
         if filter.is_empty() {
             return Err(field_error("/filter", "must not be empty"));
