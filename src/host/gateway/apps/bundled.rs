@@ -185,11 +185,13 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     };
     let (new, old) = (temporary("new"), temporary("old"));
     for (path, _) in files.iter().filter(|(_, content)| *content != "not a file") {
-        let to = new.join(path);
-        let dir = to.parent().unwrap_or(&new);
+        let destination = new.join(path);
+        let dir = destination.parent().unwrap_or(&new);
         fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
-        fs::copy(source.join(path), &to).map_err(FileError::at("write", &to))?;
-        File::open(&to).and_then(|file| file.sync_all()).map_err(FileError::at("sync", &to))?;
+        fs::copy(source.join(path), &destination).map_err(FileError::at("write", &destination))?;
+        File::open(&destination)
+            .and_then(|file| file.sync_all())
+            .map_err(FileError::at("sync", &destination))?;
     }
     if target.exists() {
         fs::rename(target, &old).map_err(FileError::at("rename", target))?;

@@ -97,7 +97,7 @@ pub static CHANGES: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-/// The JSON schema of one app's schema.
+/// The JSON schema of an app's tables and columns.
 pub fn app_schema() -> Value {
     let column =
         object(&[("column", text()), ("type", text()), ("builtIn", boolean()), ("nullable", boolean())], &[]);

@@ -1,5 +1,5 @@
-//! Executes plans with the app's role: a single statement in one round trip on a shared connection, several as one
-//! transaction in two round trips on an exclusive connection.
+//! Executes plans with the app's role: a single statement in one round trip on a shared connection, several statements
+//! as one transaction in two round trips on an exclusive connection.
 
 use std::pin::Pin;
 use std::sync::Arc;

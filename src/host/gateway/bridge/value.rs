@@ -46,7 +46,7 @@ pub fn bind(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
             let expected = "must be a date, YYYY-MM-DD";
             let text = string_value(raw).ok_or(expected)?;
             let day: jiff::civil::Date = text.parse().map_err(|_| expected)?;
-            // Only one notation, and no year before 1, which PostgreSQL would print as "BC".
+            // Accept only one notation, and no year before 1, which PostgreSQL would print as "BC".
             if day.to_string() == text && day.year() >= 1 { Ok(Param::Date(day)) } else { Err(expected) }
         }
         ColumnType::Timestamptz => bind_timestamp(raw, Unit::Millisecond, RoundMode::HalfExpand),

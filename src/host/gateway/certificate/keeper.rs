@@ -1,7 +1,7 @@
 //! Keeps the gateway's certificate current: from the operator's file, or from the authority.
 //!
-//! Invariant: the presented certificate is replaced only by a usable chain, and a trusted one only by a trusted one. A
-//! failed request changes nothing.
+//! Invariant: the presented certificate is replaced only by a usable chain, and a trusted certificate only by a trusted
+//! one. A failed request changes nothing.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

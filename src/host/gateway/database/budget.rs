@@ -29,7 +29,7 @@ impl Budget {
         self.pools().push(Arc::downgrade(pool));
     }
 
-    /// A permit, if one is available.
+    /// Returns a permit if one is available.
     pub fn try_acquire(&self) -> Option<ConnectionPermit> {
         self.permits.clone().try_acquire_owned().ok()
     }

@@ -77,7 +77,7 @@ impl Connection {
         Ok(statement)
     }
 
-    pub(super) fn in_flight(&self) -> usize {
+    pub(super) fn requests_in_flight(&self) -> usize {
         usize::try_from(self.occupancy.count()).unwrap_or(usize::MAX)
     }
 
@@ -132,7 +132,7 @@ impl Connection {
     /// Whether another app may claim the connection's permit: the connection is idle, or older than the minimum
     /// lifetime.
     pub(super) fn can_be_retired(&self) -> bool {
-        self.in_flight() == 0 || now_ms().saturating_sub(self.opened_ms) > MIN_LIFETIME_MS
+        self.requests_in_flight() == 0 || now_ms().saturating_sub(self.opened_ms) > MIN_LIFETIME_MS
     }
 
     pub(super) fn last_activity_ms(&self) -> u64 {

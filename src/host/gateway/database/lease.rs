@@ -87,7 +87,7 @@ impl Drop for Lease {
 async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
     for _ in 0..MAX_CANCEL_ATTEMPTS {
         let ended = tokio::time::timeout(CANCEL_TIMEOUT, async {
-            if connection.in_flight() > 0 {
+            if connection.requests_in_flight() > 0 {
                 let token = connection.client.cancel_token();
                 token.cancel_query(NoTls).await.map_err(DatabaseError::from)
             } else {

@@ -64,7 +64,7 @@ enum Selection {
 /// How urgently another connection is needed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Need {
-    /// The app has none: another app may have to close one.
+    /// The app has no connection: another app may have to close one of its connections.
     First,
     /// All of the app's connections are busy.
     Further,
@@ -137,7 +137,7 @@ impl Pool {
     /// The numbers of open and of busy connections.
     pub fn connection_counts(&self) -> (usize, usize) {
         let open = &self.lock().connections;
-        (open.len(), open.iter().filter(|connection| connection.in_flight() > 0).count())
+        (open.len(), open.iter().filter(|connection| connection.requests_in_flight() > 0).count())
     }
 
     /// Closes idle connections.
@@ -145,7 +145,7 @@ impl Pool {
         let now = now_ms();
         let idle = u64::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
         self.lock().connections.retain(|connection| {
-            connection.in_flight() > 0 || now.saturating_sub(connection.last_activity_ms()) < idle
+            connection.requests_in_flight() > 0 || now.saturating_sub(connection.last_activity_ms()) < idle
         });
     }
 
@@ -160,7 +160,7 @@ impl Pool {
     pub(super) fn retire_connection(&self) {
         let open = &mut self.lock().connections;
         let spare = (0..open.len()).filter(|&index| open[index].can_be_retired());
-        if let Some(index) = spare.min_by_key(|&index| open[index].in_flight()) {
+        if let Some(index) = spare.min_by_key(|&index| open[index].requests_in_flight()) {
             open.swap_remove(index);
         }
     }
@@ -227,13 +227,13 @@ impl Pool {
         let max_in_flight = MAX_CONNECTIONS * MAX_PIPELINED / state.connections.len().max(1);
         let is_only = state.connections.len() + state.opening == 1;
         let is_slow = |c: &Connection| !is_only && now.saturating_sub(c.last_activity_ms()) > slow;
-        let is_full = |c: &Connection| c.in_flight() >= max_in_flight || is_slow(c);
+        let is_full = |c: &Connection| c.requests_in_flight() >= max_in_flight || is_slow(c);
         let least_busy = state.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
-            let in_flight = c.in_flight();
+            let in_flight = c.requests_in_flight();
             // Among equally busy connections, prefer the one with the latest activity.
             (in_flight > 0 && is_full(c), in_flight, now.saturating_sub(c.last_activity_ms()))
         });
-        let is_idle = least_busy.is_some_and(|c| c.in_flight() == 0);
+        let is_idle = least_busy.is_some_and(|c| c.requests_in_flight() == 0);
         // A statement that has just started is not yet known to be slow, so requests wait for connections that are
         // being opened.
         if !is_idle

@@ -20,7 +20,7 @@ pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
     Ok(SecretString::from(hex::encode(bytes)))
 }
 
-/// Creates the role if it is missing (a restore creates it without login), and lets it log in with `password`. The
+/// Creates the role if it is missing (a restore creates it without login), and enables its login with `password`. The
 /// server's log omits the role's errors, because their text contains row values; the gateway logs them without the
 /// text.
 ///

@@ -235,8 +235,10 @@ impl Listener {
             self.tail = Some(tail);
             match lines {
                 Ok(lines) => {
-                    let events: Vec<Bytes> =
-                        lines.iter().filter_map(|(position, line)| self.event(*position, line)).collect();
+                    let events: Vec<Bytes> = lines
+                        .iter()
+                        .filter_map(|(position, line)| self.format_event(*position, line))
+                        .collect();
                     self.queued.extend(events);
                 }
                 Err(error) => {
@@ -254,7 +256,7 @@ impl Listener {
         }
     }
 
-    fn event(&self, position: TailPosition, line: &str) -> Option<Bytes> {
+    fn format_event(&self, position: TailPosition, line: &str) -> Option<Bytes> {
         let entry = parse_line(self.view, line)?;
         let is_wanted = self.filter.evaluate(&entry) == Verdict::Take;
         is_wanted

@@ -130,7 +130,7 @@ impl Listener {
             tracing::warn!(error = %chain(&error), "opening a change stream failed");
             refusal::database_unavailable()
         })??;
-        let id = listener.id();
+        let id = listener.event_id();
         let greeting = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
         listener.queued.push_back(Bytes::from(greeting));
         Ok(listener)
@@ -174,7 +174,7 @@ impl Listener {
         !self.bridge.agent_tokens.has_dispatch(dispatch)
     }
 
-    fn id(&self) -> String {
+    fn event_id(&self) -> String {
         self.ids.format(EventId { epoch: self.bridge.epoch, position: self.position })
     }
 
@@ -207,7 +207,7 @@ impl Listener {
                     }
                     self.follow_all().await.ok()?;
                     // An id without data moves the resume position without creating an event.
-                    self.queued.push_back(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.id())));
+                    self.queued.push_back(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.event_id())));
                 }
                 () = tokio::time::sleep_until(self.deadline) => return None,
             }
@@ -222,7 +222,7 @@ impl Listener {
             tokio::time::timeout(DATABASE_TIMEOUT, reading).await.unwrap_or(Err(DatabaseError::Deadline))?;
         for ChangeEvent { position, json } in changes {
             self.position = position;
-            self.queued.push_back(Bytes::from(format!("id: {}\ndata: {json}\n\n", self.id())));
+            self.queued.push_back(Bytes::from(format!("id: {}\ndata: {json}\n\n", self.event_id())));
         }
         if !has_more {
             self.position = self.position.max(newest);

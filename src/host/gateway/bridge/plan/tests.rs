@@ -375,12 +375,12 @@ fn find_pages_follow_order_and_cursor() {
 #[test]
 fn find_bounds_limit() {
     let table = table();
-    let with = |limit: Value| {
+    let plan_limit = |limit: Value| {
         plan_statements(&table, &json!({ "action": "find", "app": "n", "table": "things", "limit": limit }))
     };
-    assert_eq!(with(json!(1000)).unwrap()[0].params, [Param::Int8(1001)]);
+    assert_eq!(plan_limit(json!(1000)).unwrap()[0].params, [Param::Int8(1001)]);
     for bad in [json!(0), json!(1001), json!(-1), json!("5"), json!(1.5), json!(null)] {
-        assert!(with(bad.clone()).is_err(), "{bad}");
+        assert!(plan_limit(bad.clone()).is_err(), "{bad}");
     }
 }
 
@@ -421,44 +421,46 @@ fn insert_many_groups_rows_by_columns() {
 #[test]
 fn change_requires_filter_and_keeps_bound() {
     let table = table();
-    let with = |action: &str, more: Value| {
+    let first_sql = |action: &str, more: Value| {
         let mut request = json!({ "action": action, "app": "n", "table": "things" });
         request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         plan_statements(&table, &request).map(|sql| sql[0].text.clone())
     };
     for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "c_text": "a" }, {}] })] {
-        let error = with("delete", json!({ "filter": filter })).unwrap_err();
+        let error = first_sql("delete", json!({ "filter": filter })).unwrap_err();
         assert!(error.contains("must not be empty"), "{error}");
     }
     let id = "0192d1f0-0000-7000-8000-0000deadbeef";
     assert_eq!(
-        with("delete", json!({ "id": id })).unwrap(),
+        first_sql("delete", json!({ "id": id })).unwrap(),
         r#"DELETE FROM "app_n"."things" AS "t" WHERE "t"."id" = $1"#
     );
     insta::assert_snapshot!(
-        with("update", json!({ "filter": { "c_integer": 5 }, "data": { "c_text": "x" }, "maxAffected": 3 })).unwrap(),
+        first_sql("update", json!({ "filter": { "c_integer": 5 }, "data": { "c_text": "x" }, "maxAffected": 3 })).unwrap(),
         @r#"WITH "hit" AS MATERIALIZED (SELECT "t"."id" FROM "app_n"."things" AS "t" WHERE "t"."c_integer" = $1 LIMIT $2 FOR UPDATE), "done" AS (UPDATE "app_n"."things" AS "t" SET "c_text" = $3, "updated_at" = now() FROM "hit" WHERE "t"."id" = "hit"."id" AND (SELECT count(*) FROM "hit") <= $4 RETURNING TRUE) SELECT (SELECT count(*) FROM "hit"), (SELECT count(*) FROM "done")"#
     );
-    let all = json!({ "filter": { "c_integer": 5 }, "returning": true, "maxAffected": 1001 });
-    assert!(with("delete", all).unwrap_err().contains("/maxAffected"));
-    assert!(with("update", json!({ "id": id, "data": {} })).unwrap_err().contains("/data"));
+    let over_bound = json!({ "filter": { "c_integer": 5 }, "returning": true, "maxAffected": 1001 });
+    assert!(first_sql("delete", over_bound).unwrap_err().contains("/maxAffected"));
+    assert!(first_sql("update", json!({ "id": id, "data": {} })).unwrap_err().contains("/data"));
     assert!(
-        with("update", json!({ "id": id, "data": { "id": id } })).unwrap_err().contains("cannot be changed")
+        first_sql("update", json!({ "id": id, "data": { "id": id } }))
+            .unwrap_err()
+            .contains("cannot be changed")
     );
     for bad in [json!(-1), json!("1"), json!(1.5), json!(null)] {
-        assert!(with("delete", json!({ "id": id, "maxAffected": bad })).is_err());
+        assert!(first_sql("delete", json!({ "id": id, "maxAffected": bad })).is_err());
     }
 }
 
 #[test]
 fn upsert_requires_key_in_data() {
     let table = table();
-    let with = |key: Value, data: Value| {
+    let first_sql = |key: Value, data: Value| {
         let request =
             json!({ "action": "upsert", "app": "n", "table": "things", "data": data, "onConflict": key });
         plan_statements(&table, &request).map(|sql| sql[0].text.clone())
     };
-    let sql = with(json!(["c_text"]), json!({ "c_text": "a", "c_integer": 1 })).unwrap();
+    let sql = first_sql(json!(["c_text"]), json!({ "c_text": "a", "c_integer": 1 })).unwrap();
     let tail = r#" ON CONFLICT ("c_text") DO UPDATE SET "updated_at" = now(), "c_integer" = excluded."c_integer" RETURNING "#;
     assert!(sql.contains(tail), "{sql}");
     for (key, data) in [
@@ -466,9 +468,9 @@ fn upsert_requires_key_in_data() {
         (json!(["c_text"]), json!({ "c_text": null })),
         (json!(["id"]), json!({ "c_text": "a" })),
     ] {
-        assert!(with(key, data).unwrap_err().contains("onConflict names it"));
+        assert!(first_sql(key, data).unwrap_err().contains("onConflict names it"));
     }
     for key in [json!([]), json!("c_text"), json!(["nope"]), json!(["c_text\") DO NOTHING --"])] {
-        assert!(with(key.clone(), json!({ "c_text": "a" })).is_err(), "{key}");
+        assert!(first_sql(key.clone(), json!({ "c_text": "a" })).is_err(), "{key}");
     }
 }
