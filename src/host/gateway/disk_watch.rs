@@ -1,4 +1,4 @@
-//! Notes in `activity.log` when the disk of the owner's files gets full, and when it has room again.
+//! Notes in `activity.log` when the disk with the owner's files is getting full, and when it has room again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::system::layout::Layout;
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Checks the disk until `stop`.
-pub async fn watch(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
+pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
     let mut fill = DiskFill::Room;
     loop {
         if let Ok(disk) = fs4::statvfs(layout.home()) {
@@ -48,7 +48,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     #[test]
-    fn each_change_of_the_fill_is_described_once() {
+    fn describe_change_reports_each_change_once() {
         let mut fill = DiskFill::Room;
         let mut check = |free: u64| {
             let before = std::mem::replace(&mut fill, DiskFill::of(40 * GIB, free));

@@ -56,11 +56,11 @@ impl CertificateRequest<'_> {
     /// # Errors
     /// Why no certificate was issued. The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
-        let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.order());
+        let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate in 5 minutes"))?
     }
 
-    async fn order(&self) -> anyhow::Result<String> {
+    async fn complete_order(&self) -> anyhow::Result<String> {
         let mut order = match self.place_order().await {
             Err(error) if is_account_refused(&error) => {
                 fsx::remove_if_exists(&self.layout.acme_account())?;
@@ -124,7 +124,7 @@ impl CertificateRequest<'_> {
         }
     }
 
-    /// The stored account, or a new one, which is stored before it is used.
+    /// Opens the stored account, or creates one and stores it before it is used.
     async fn open_account(&self) -> anyhow::Result<Account> {
         let settings = self.settings;
         let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();
@@ -188,14 +188,15 @@ impl StoredAccount {
         })
     }
 
-    /// An unreadable file counts as none: a new account costs nothing.
+    /// A file that cannot be parsed counts as missing: a new account costs nothing.
     fn read(layout: &Layout) -> anyhow::Result<Option<Self>> {
         Ok(fsx::read_if_exists(&layout.acme_account())?.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
     fn is_for(&self, settings: &AcmeSettings) -> bool {
         self.directory_url == settings.directory_url
-            && self.external_key_id.as_ref() == settings.external_account.as_ref().map(|one| &one.key_id)
+            && self.external_key_id.as_ref()
+                == settings.external_account.as_ref().map(|external| &external.key_id)
     }
 
     fn write(&self, layout: &Layout) -> anyhow::Result<()> {
@@ -231,7 +232,7 @@ async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> 
     let (mut head, ()) = http::Response::new(()).into_parts();
     head.status = response.status();
     head.headers = std::mem::take(response.headers_mut());
-    // The library adds it to the present time, which must not overflow.
+    // The library adds the delay to the current time, and the sum must not overflow.
     let retry_after =
         head.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if retry_after.is_some_and(|seconds| seconds > MAX_RETRY_AFTER_SECONDS) {

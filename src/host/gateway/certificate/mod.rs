@@ -1,8 +1,8 @@
-//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration. Certificate
-//! chains from an authority are for the same key: see [`keeper`].
+//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
+//! Certificate chains from an authority are for the same key: see [`keeper`].
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
-//! leaves no key that was ever used.
+//! leaves a key that was never used.
 
 mod acme;
 mod keeper;

@@ -59,9 +59,9 @@ fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     }))
 }
 
-/// `POST /api/side-database`: requests an earlier snapshot beside the database.
+/// `POST /api/side-database`: requests that an earlier snapshot be opened beside the database.
 pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
     let at = fields.time("at");
     if key.is_some() && at.is_some() {
@@ -72,9 +72,9 @@ pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     submit(layout, SideAction::Open(chosen)).await
 }
 
-/// `POST /api/side-database/copy`: copies rows of its tables back into the database.
+/// `POST /api/side-database/copy`: requests that rows of the side database be copied back.
 pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let has_tables = fields.has("tables");
     let tables = fields.strings("tables", MAX_TABLES);
     if !has_tables {
@@ -103,7 +103,7 @@ pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     submit(layout, SideAction::Copy(copy)).await
 }
 
-/// `DELETE /api/side-database`: closes the side database.
+/// `DELETE /api/side-database`: requests that the side database be closed.
 pub async fn close(State(layout): State<Layout>) -> Result<Response, Problem> {
     submit(layout, SideAction::Close).await
 }
@@ -119,7 +119,7 @@ async fn submit(layout: Layout, action: SideAction) -> Result<Response, Problem>
     Ok((StatusCode::ACCEPTED, Json(response)).into_response())
 }
 
-fn accepted() -> Value {
+fn accepted_schema() -> Value {
     object(&[("requestId", text()), ("requestedAt", time())], &[])
 }
 
@@ -150,7 +150,7 @@ pub static OPEN: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| fields(&[], &[("key", matching(SnapshotKey::PATTERN)), ("at", time())])),
-        responses: &[documented_json(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -172,7 +172,7 @@ pub static COPY: Endpoint = Endpoint {
             let options = [("mode", one_of(CopyMode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
             fields(&[("tables", tables)], &options)
         }),
-        responses: &[documented_json(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -187,7 +187,7 @@ pub static CLOSE: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        responses: &[documented_json(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

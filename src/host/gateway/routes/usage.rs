@@ -16,7 +16,7 @@ use svc_http::problem::{Code, Problem};
 use svc_http::usage as parameters;
 use svc_wire::usage::UsageReport;
 
-pub async fn usage(
+pub async fn report_usage(
     State(kernel): State<Arc<Kernel>>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<UsageReport>, Problem> {
