@@ -4,7 +4,7 @@ use crate::applet::Applet;
 use crate::ctl::local::{LocalChecks, PlatformReport};
 use crate::{ctl, host, platform};
 
-/// The finished applets; unfinished ones are not listed.
+/// All applets, in the order in which the help lists them.
 pub static APPLETS: &[Applet] = &[
     Applet {
         name: "svc-gateway",
@@ -26,13 +26,13 @@ pub static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-update",
-        about: "fetches, verifies, unpacks and switches to a release",
+        about: "fetches, verifies and unpacks a release, then switches to it",
         command: host::update::command,
         run: host::update::run,
     },
     Applet {
         name: "svc-sync-agent",
-        about: "heartbeat to the platform and the object store",
+        about: "sends heartbeats to the platform and the object store",
         command: host::link::sync::command,
         run: host::link::sync::run,
     },
@@ -92,7 +92,7 @@ pub static APPLETS: &[Applet] = &[
     },
 ];
 
-/// The local installation for `svcctl`; only this table depends on both sides.
+/// The checks of the local installation, for `svcctl doctor`. Only this file depends on both the host and the platform.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_here,
     host: || Box::pin(host::doctor::run_checks()),

@@ -12,7 +12,7 @@ use crate::api::{ApiClient, CallError};
 use crate::progress::Progress;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::FileError;
-use svc_base::partial::Partial;
+use svc_base::partial::PartialFile;
 use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};
@@ -72,7 +72,7 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     let mut name = into.as_os_str().to_owned();
     name.push(".partial");
     let partial = PathBuf::from(name);
-    let opened = Partial::open(partial.clone(), backup.size_bytes);
+    let opened = PartialFile::open(partial.clone(), backup.size_bytes);
     let mut sink = Sink::File(opened.or_exit(Exit::Internal)?);
     sink.complete(api, machine, backup).await?;
     if let Err(failure) = sink.check(backup) {
@@ -93,7 +93,7 @@ enum Sink {
         length: u64,
         digest: Sha256,
     },
-    File(Partial),
+    File(PartialFile),
 }
 
 impl Sink {

@@ -93,6 +93,6 @@ fn check_file(
 
 /// The machine's users, if it has ours. Under a test root all files have the same owner.
 fn users(layout: &Layout) -> Accounts {
-    let accounts = Accounts::below(layout.root());
+    let accounts = Accounts::load(layout.root());
     if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }
 }
