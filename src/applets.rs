@@ -95,8 +95,8 @@ pub static APPLETS: &[Applet] = &[
 /// The checks of the local installation, for `svcctl doctor`. Only this file depends on both the host and the platform.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_here,
-    host: || Box::pin(host::doctor::run_checks()),
-    platform: |env_file| {
+    check_host: || Box::pin(host::doctor::run_checks()),
+    check_platform: |env_file| {
         Box::pin(async move {
             let platform::doctor::DoctorReport { findings, api_access } =
                 platform::doctor::run_checks(env_file).await;
@@ -104,5 +104,5 @@ const LOCAL_CHECKS: LocalChecks = LocalChecks {
         })
     },
     gateway_socket: host::doctor::gateway_socket,
-    own_database: host::doctor::database_is_own,
+    check_own_database: host::doctor::database_is_own,
 };

@@ -219,7 +219,10 @@ pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
         }
         let (name, value) = line.split_once('=').ok_or(number)?;
         let is_name_char = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        if name.is_empty() || !name.chars().all(is_name_char) || name.starts_with(|c: char| c.is_ascii_digit()) {
+        if name.is_empty()
+            || !name.chars().all(is_name_char)
+            || name.starts_with(|c: char| c.is_ascii_digit())
+        {
             return Err(number);
         }
         pairs.push((name.to_owned(), unquote(value).ok_or(number)?));

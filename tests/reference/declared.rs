@@ -20,7 +20,7 @@ pub fn metrics() -> Part {
         };
         let labels: Vec<_> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
         let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
-        [format!("`{}`", metric.name), kind.to_owned(), labels, place.to_owned(), metric.help.to_owned()]
+        [format!("`{}`", metric.name), kind.to_owned(), labels, scope.to_owned(), metric.help.to_owned()]
     });
     Part::new("metrics", table(&["metric", "type", "labels", "where", "meaning"], rows))
 }
