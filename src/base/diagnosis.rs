@@ -137,7 +137,7 @@ impl Report {
         self.findings.iter().filter(|finding| finding.level == level).count()
     }
 
-    pub fn json(&self) -> Value {
+    pub fn to_json(&self) -> Value {
         json!({
             "subject": self.subject,
             "ok": self.count(Level::Problem) == 0,
@@ -186,7 +186,7 @@ mod tests {
         let findings = Findings::new("a").ok("x").warning("y", "do").problem("z", "do").skipped("why");
         let report = Report { subject: "host".to_owned(), findings: findings.list };
         assert_eq!(report.tally(), "1 problem, 1 warning, 1 skipped, 1 ok");
-        let json = report.json();
+        let json = report.to_json();
         assert_eq!((&json["ok"], &json["findings"][2]["next"]), (&false.into(), &"do".into()));
         assert!(Findings::new("a").or_ok("fine").list[0].level == Level::Ok);
     }

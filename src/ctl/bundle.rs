@@ -117,7 +117,7 @@ enum PublishOutcome {
 }
 
 impl Published {
-    pub fn json(&self) -> Value {
+    pub fn to_json(&self) -> Value {
         json!({
             "imageVersion": self.version,
             "key": key::bundle(&self.version, "").to_string(),

@@ -49,7 +49,7 @@ pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     let mut exit = None;
     let success = applet::block_on("svcctl", async {
         if let Err(failure) = request_id::run_with_new_id(command::run(args, local)).await {
-            eprintln!("{}", refusal::json(&failure));
+            eprintln!("{}", refusal::failure_json(&failure));
             exit = Some(failure.exit);
         }
         Ok(())

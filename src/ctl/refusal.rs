@@ -208,7 +208,7 @@ fn describe_members(body: &Value, detail: &str) -> String {
 }
 
 /// A failure as JSON: the platform's problem, if any, with the exit code and the advice.
-pub fn json(failure: &Failure) -> Value {
+pub fn failure_json(failure: &Failure) -> Value {
     let refusal = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
         CallError::Refused(refusal) => Some(refusal),
         _ => None,
@@ -413,10 +413,10 @@ mod tests {
     #[test]
     fn json_adds_exit_and_next_to_the_problem() {
         let failure = Failure::from(CallError::from(refusal(404, "bundle_not_found")));
-        let message = json(&failure);
+        let message = failure_json(&failure);
         assert_eq!((&message["code"], &message["exit"]), (&"bundle_not_found".into(), &65.into()));
         assert!(message["next"].as_str().unwrap().contains("bundle publish"), "{message}");
-        let other = json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
+        let other = failure_json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
         assert_eq!(other, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }
 

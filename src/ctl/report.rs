@@ -10,7 +10,7 @@ use svc_base::diagnosis::{Level, Report};
 /// Prints a report. Fails if it has a problem, or with the threshold [`Level::Skipped`] a skipped check.
 pub fn print(report: &Report, threshold: Level, out: &Output) -> Result<(), Failure> {
     if out.json {
-        output::print(&format!("{}\n", report.json()))?;
+        output::print(&format!("{}\n", report.to_json()))?;
     } else {
         output::print(&show::report::show(&View::for_stdout(), report))?;
     }

@@ -85,7 +85,7 @@ async fn run_bundle_command(command: BundleCommand, out: &Output) -> Result<(), 
     match command {
         BundleCommand::Publish { dir, image_version } => {
             let published = bundle::publish(&open_store()?, &dir, &image_version).await?;
-            print(&if out.json { format!("{}\n", published.json()) } else { format!("{published}\n") })
+            print(&if out.json { format!("{}\n", published.to_json()) } else { format!("{published}\n") })
         }
         BundleCommand::List => {
             let bundles = bundle::list(&open_store()?).await?;
