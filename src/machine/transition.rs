@@ -123,7 +123,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// Reports about an ended machine have no effect, and requests for it are refused, unless the slot goes back to it.
+/// Reports about an ended machine have no effect, and requests for it are refused, unless it gets its slot back.
 fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => apply_reinstatement(was, *epoch, *power, refusal),

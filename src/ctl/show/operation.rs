@@ -47,7 +47,7 @@ pub fn answers(operation: &Operation) -> Vec<String> {
     let again = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
         let what = match code {
             Some(HELD_BACK) => format!(
-                "after `svcctl backup accept {}` it goes ahead with the accepted snapshot; otherwise its host takes \
+                "after `svcctl backup accept {}` it continues with the accepted snapshot; otherwise its host takes \
                  another backup, and the operation waits again if that is held, too",
                 operation.machine_id
             ),
@@ -61,12 +61,12 @@ pub fn answers(operation: &Operation) -> Vec<String> {
             "the new machine restores the latest snapshot; the newer one stays in the store"
         }
         Some("database_behind_store") => "the machine is deleted again",
-        Some(UNVERIFIED_FENCE) => "it goes ahead, regardless of the machine that the fence names",
+        Some(UNVERIFIED_FENCE) => "it continues, regardless of the machine that the fence names",
         Some(HELD_BACK) => {
-            "it goes ahead with the newest snapshot that is not held; data that exists only on the old server is lost \
+            "it continues with the newest snapshot that is not held; data that exists only on the old server is lost \
              when that is deleted"
         }
-        _ => "it goes ahead, and that data is lost when the old server is deleted",
+        _ => "it continues, and that data is lost when the old server is deleted",
     };
     let newer = operation.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
         format!(
@@ -215,9 +215,9 @@ mod tests {
         })));
         for (answer, part) in answers.iter().zip([
             format!(
-                "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it goes ahead with"
+                "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it continues with"
             ),
-            "it goes ahead with the newest snapshot that is not held".to_owned(),
+            "it continues with the newest snapshot that is not held".to_owned(),
             "the slot returns to its old machine".to_owned(),
         ]) {
             assert!(answer.contains(&part), "{part}: {answer}");
