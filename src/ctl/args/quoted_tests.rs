@@ -47,7 +47,7 @@ fn texts_name_only_existing_commands_and_options() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Members of requests. Messages name the options of `svcctl` instead, in which operators read them.
+/// Members of requests, which messages must not name: operators read messages in `svcctl`, which has options instead.
 const MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",

@@ -19,7 +19,7 @@ pub fn line(view: &View, token: &UpgradeToken) -> String {
 pub fn rotations(rotations: TokenRotations) -> String {
     let count = rotations.requested;
     format!(
-        "{} will be rotated with the next heartbeat of their hosts; `svcctl fleet` lists machines whose tokens were not \
+        "{} will be rotated with the next heartbeats of the hosts; `svcctl fleet` lists machines whose tokens were not \
          rotated\n",
         pluralize(count, "token")
     )
