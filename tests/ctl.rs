@@ -343,7 +343,7 @@ async fn rollout_without_id_is_the_open_one_or_the_latest_to_show() {
     let output = platform.svcctl(&["deploy", "status"]).await;
     assert!(String::from_utf8_lossy(&output.stdout).contains("stopped"), "{}", stderr(&output));
     for (word, all, why) in
-        [("pause", vec![ended], "no rollout is open"), ("status", vec![], "there was no rollout yet")]
+        [("pause", vec![ended], "no rollout is open"), ("status", vec![], "there has been no rollout yet")]
     {
         let output = Platform::start([page(&all)]).await.svcctl(&["deploy", word]).await;
         assert_eq!(output.status.code(), Some(65));

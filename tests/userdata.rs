@@ -369,11 +369,11 @@ async fn nft_accepts_the_firewall_rules() {
     }
 }
 
-/// Runs the commands of docs/operating/network.md, "Admit the platform alone to :443", with a file in place of
+/// Runs the commands of docs/operating/network.md, "Admit only the platform to :443", with a file in place of
 /// `/etc/nftables.conf`.
 fn admits_by_readme(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
     let readme = include_str!("../docs/operating/network.md");
-    let section = readme.split("## Admit the platform alone to :443").nth(1).unwrap();
+    let section = readme.split("## Admit only the platform to :443").nth(1).unwrap();
     let block = section.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let (_, commands) = block.split_once('\n').unwrap();
     let commands = commands.replace("/etc/", &format!("{}/", dir.display()));

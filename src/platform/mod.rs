@@ -192,7 +192,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
     let (api_url, token) = (config.provider.api_url.clone(), &config.provider.token);
     let allowance = Arc::new(SharedBudget::new(db.clone(), &api_url, token));
-    let provider = Hetzner::sharing(client, api_url, token, allowance);
+    let provider = Hetzner::with_allowance(client, api_url, token, allowance);
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket,

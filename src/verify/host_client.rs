@@ -65,7 +65,7 @@ impl HostResponse {
     }
 
     /// # Errors
-    /// Why the body is not this.
+    /// The reason why the body is not JSON of this type.
     pub fn json<T: DeserializeOwned>(&self) -> Result<T, String> {
         serde_json::from_slice(&self.body).map_err(|error| error.to_string())
     }
@@ -78,7 +78,7 @@ impl HostClient {
         Ok(Self { client, base, credential: Credential::None, max_body_bytes: MAX_BODY_BYTES })
     }
 
-    /// A host over the platform's client, which verifies the host's key.
+    /// Connects to the host directly, with the platform's client, which verifies the host's key.
     pub fn direct(client: reqwest::Client, base: Url, credential: Credential) -> Self {
         Self { client, base, credential, max_body_bytes: MAX_PLATFORM_BODY_BYTES }
     }

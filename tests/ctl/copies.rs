@@ -219,7 +219,7 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let status = operator.run(0, &["status", HANDLE]).await;
     assert_contains(
         &status,
-        &["recover  waiting  at last_backup", "question: ", "--accept-loss`: it goes ahead", "kept server"],
+        &["recover  waiting  at last_backup", "question: ", "--accept-loss`: it continues", "kept server"],
     );
     assert_contains(&operator.run(0, &["fleet"]).await, &["operation_waiting", "svcctl operation show "]);
     let machine = operator.json(&["status", HANDLE]).await;

@@ -97,7 +97,7 @@ async fn accept_resolves_slot_to_its_machine() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains(&format!("the host of machine {OLD}")), "{text}");
-    assert!(text.contains(&format!("`svcctl operation continue {OPERATION}` goes ahead")), "{text}");
+    assert!(text.contains(&format!("`svcctl operation continue {OPERATION}` uses it")), "{text}");
     let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
     assert_eq!(lines[0], "GET /vps?idpUserId=user_1&slot=second HTTP/1.1");
     assert_eq!(lines[2], format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));

@@ -20,7 +20,7 @@ use svc_store::key::{self, BUNDLE_FILE};
 const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";
 
-/// The archive that they describe, and the keys that hosts trust, if configured.
+/// The archive that manifest and signature describe, and the keys that hosts trust, if configured.
 pub struct BundleContext<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
@@ -36,7 +36,7 @@ impl BundleContext<'_> {
         Ok(parsed)
     }
 
-    /// Whether hosts would trust it now, as far as is known here.
+    /// Checks that hosts would trust the signed manifest now, as far as the configured keys allow.
     fn check_trust(&self, signed: &Signed) -> Result<(), ManifestError> {
         let manifest = self.parse_manifest(&signed.manifest)?;
         match self.keys {
@@ -56,26 +56,27 @@ impl BundleContext<'_> {
     }
 }
 
-/// The manifest and signature in a build, if it has them.
+/// The manifest and the signature of a build, which may lack either.
 pub struct Companions {
     manifest: Option<Bytes>,
     signature: Option<Bytes>,
 }
 
 impl Companions {
-    /// Reads and checks them before anything is uploaded: a host would refuse invalid ones.
+    /// Reads the companions of a build, and checks them before anything is uploaded: a host would refuse invalid ones.
     ///
     /// # Errors
     /// [`PublishError::Companion`], [`PublishError::Read`].
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
-        let unfit = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
-        let own = Self { manifest: file(&path(MANIFEST)).await?, signature: file(&path(SIGNATURE)).await? };
+        let invalid = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
+        let manifest = read_if_exists(&path(MANIFEST)).await?;
+        let own = Self { manifest, signature: read_if_exists(&path(SIGNATURE)).await? };
         if let Some(manifest) = &own.manifest {
-            context.parse_manifest(manifest).map_err(|why| unfit(MANIFEST, why))?;
+            context.parse_manifest(manifest).map_err(|why| invalid(MANIFEST, why))?;
         }
         if let Some(signed) = own.signed() {
-            context.check_trust(&signed).map_err(|why| unfit(SIGNATURE, why))?;
+            context.check_trust(&signed).map_err(|why| invalid(SIGNATURE, why))?;
         }
         Ok(own)
     }
@@ -90,46 +91,50 @@ impl Companions {
         Some(Signed { manifest: manifest.to_vec(), signature: signature.to_vec() })
     }
 
-    fn each(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
+    fn entries(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
         let manifest = self.manifest.as_ref().map(|manifest| (MANIFEST, manifest));
         // A signature without a manifest is meaningless.
         let signature = self.signature.as_ref().filter(|_| self.manifest.is_some());
         manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
     }
 
-    /// Uploads them for a version that is not published yet.
-    pub async fn send(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
-        for (suffix, content) in self.each() {
+    /// Uploads the companions of a version that is not published yet.
+    pub async fn upload(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
+        for (suffix, content) in self.entries() {
             bucket.put(&context.key(suffix), content.clone()).await?;
         }
         Ok(())
     }
 
-    /// Adds them to a published version that lacks them, or renews its manifest.
+    /// Adds the companions to a published version that lacks them, or renews its manifest.
     ///
     /// # Errors
     /// [`PublishError::NoRenewal`] if the stored ones differ and these do not renew them.
-    pub async fn complete(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), PublishError> {
+    pub async fn add_or_renew(
+        &self,
+        bucket: &Bucket,
+        context: &BundleContext<'_>,
+    ) -> Result<(), PublishError> {
         let stored = StoredCompanions::read(bucket, context).await?;
         let differs =
-            self.each().any(|(suffix, own)| stored.of(suffix).is_some_and(|other| other.value != *own));
+            self.entries().any(|(suffix, own)| stored.get(suffix).is_some_and(|other| other.value != *own));
         if differs {
-            self.renews(&stored, context)
+            self.check_renewal(&stored, context)
                 .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
         }
-        for (suffix, own) in self.each() {
-            let condition = match stored.of(suffix) {
+        for (suffix, own) in self.entries() {
+            let condition = match stored.get(suffix) {
                 Some(other) if other.value == *own => continue,
                 Some(other) => Condition::Unchanged(other.version.clone()),
                 None => Condition::Absent,
             };
-            replace(bucket, context, suffix, own, condition).await?;
+            put_companion(bucket, context, suffix, own, condition).await?;
         }
         Ok(())
     }
 
-    /// Whether hosts trust these, and do not trust the stored ones, or not for as long.
-    fn renews(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
+    /// Checks that hosts trust these companions, and do not trust the stored ones, or not for as long.
+    fn check_renewal(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {
             return Err("without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned());
@@ -150,7 +155,7 @@ impl Companions {
     }
 }
 
-async fn file(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
+async fn read_if_exists(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
     match tokio::fs::read(path).await {
         Ok(content) => Ok(Some(content.into())),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -158,7 +163,7 @@ async fn file(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
     }
 }
 
-async fn replace(
+async fn put_companion(
     bucket: &Bucket,
     context: &BundleContext<'_>,
     suffix: &str,
@@ -190,7 +195,7 @@ impl StoredCompanions {
         Ok(Self { manifest, signature })
     }
 
-    fn of(&self, suffix: &str) -> Option<&Versioned<Bytes>> {
+    fn get(&self, suffix: &str) -> Option<&Versioned<Bytes>> {
         if suffix == MANIFEST { self.manifest.as_ref() } else { self.signature.as_ref() }
     }
 
@@ -200,8 +205,8 @@ impl StoredCompanions {
     }
 }
 
-/// Whether hosts can update to the stored bundle.
-pub async fn updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
+/// Checks whether hosts can update to the stored bundle.
+pub async fn check_updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
     let stored = StoredCompanions::read(bucket, context).await?;
     let Some(manifest) = &stored.manifest else {
         return Ok(Updates::Impossible("it has no manifest".to_owned()));

@@ -299,7 +299,7 @@ fn failed_restore_advice_depends_on_the_code() {
     ] {
         assert!(damaged.contains(&command), "{command}: {damaged}");
     }
-    assert!(!damaged.contains("`svcctl recover user_1`"), "the same again: {damaged}");
+    assert!(!damaged.contains("`svcctl recover user_1`"), "the failed command is advised again: {damaged}");
     let full = next("second", "svc-restore: code no_space: /var/lib/svc: 5 of 9 bytes");
     assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
     let newer = next("primary", "svc-restore: code newer_postgres: x was taken with PostgreSQL 17");
@@ -308,7 +308,6 @@ fn failed_restore_advice_depends_on_the_code() {
     assert!(store.contains("`svcctl doctor`"), "{store}");
 }
 
-/// The machine that it was to replace has the slot again; the failed machine still shows advice.
 #[test]
 fn failed_restore_advises_while_the_old_machine_has_the_slot() {
     let mut machine = failed();

@@ -93,6 +93,6 @@ fn check_file(
 
 /// Returns the machine's accounts, or none if svc's users do not exist: below a test root, all files have the same owner.
 fn read_accounts(layout: &Layout) -> Accounts {
-    let accounts = Accounts::below(layout.root());
+    let accounts = Accounts::load(layout.root());
     if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }
 }

@@ -45,7 +45,7 @@ fn service_files(layout: &Layout) -> [PathBuf; 3] {
 /// read.
 pub fn begin_log(applet: &'static str, layout: &Layout) {
     let machine = environment(layout).text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
-    telemetry::init_on(applet, machine);
+    telemetry::init_on_machine(applet, machine);
 }
 
 /// Identity and owner of this machine, as provisioning wrote them.

@@ -15,7 +15,7 @@ use svc_provider::{ServerId, ServerStatus};
 /// Returns a machine with a healthy host to service after its resize failed, or after it got its slot back, with the type
 /// that the provider reports. On an error, the next heartbeat retries.
 pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
-    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
+    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_healed_by_heartbeat());
     if !machine.is_active() || machine.status != Status::Failed || !failed || epoch != machine.epoch {
         return;
     }

@@ -16,7 +16,7 @@ pub async fn reserve(
 ) -> Result<BudgetGrant, DbError> {
     let sql = "SELECT granted, wait_seconds FROM provider_reserve($1, $2, $3, $4, $5, $6, $7)";
     let (want, back) = (i32::try_from(want).unwrap_or(i32::MAX), i32::try_from(back).unwrap_or(0));
-    let left = seen.map(|seen| seen.left);
+    let left = seen.map(|seen| seen.remaining);
     let capacity = seen.map(|seen| seen.capacity);
     let per_second = seen.and_then(|seen| seen.per_second);
     let age = seen.map(|seen| seen.at.elapsed().as_secs_f64());

@@ -41,7 +41,7 @@ pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
         findings.problem(what, next.clone())
     };
     // A machine without this user runs the service in another way.
-    let findings = match Accounts::below(Path::new("/")).credentials(USER) {
+    let findings = match Accounts::load(Path::new("/")).credentials(USER) {
         Some(user) if !user.can_read(&meta) => findings.problem(
             format!("the user {USER} cannot read {shown}: the service will not start (exit 78)"),
             next,

@@ -135,7 +135,7 @@ async fn finish_step(
 ) -> Result<Option<OperationRow>, StepError> {
     let operation = held.operation;
     let lease = Some(held.platform.config.timing.lease);
-    let Some(next) = held.kind.after(step) else {
+    let Some(next) = held.kind.next_step(step) else {
         end_operation(held, step, note, record).await?;
         return Ok(None);
     };

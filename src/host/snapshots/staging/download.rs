@@ -13,7 +13,7 @@ use crate::system::store;
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
-use svc_base::partial::Partial;
+use svc_base::partial::PartialFile;
 use svc_http::problem::chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
@@ -78,7 +78,7 @@ pub async fn fetch_dump(
     let path = dir.join(name);
     let opened = path.clone();
     let size = snapshot.size_bytes;
-    let mut partial = tokio::task::block_in_place(|| Partial::open(opened, size))?;
+    let mut partial = tokio::task::block_in_place(|| PartialFile::open(opened, size))?;
     if let Err(error) = ensure_space_for_snapshot(dir, snapshot, side, partial.length()) {
         let DownloadError::NoSpace { free, .. } = &error else { return Err(error) };
         return plan_streaming(dir, partial, *free, snapshot, side);
@@ -104,7 +104,7 @@ pub async fn fetch_dump(
 /// Checks that the database fits without the dump, whose partial file is removed.
 fn plan_streaming(
     dir: &Path,
-    partial: Partial,
+    partial: PartialFile,
     free: u64,
     snapshot: &SnapshotRef,
     side: &SideRecord,
@@ -127,7 +127,7 @@ fn plan_streaming(
 async fn complete(
     context: &RestoreContext,
     snapshot: &SnapshotRef,
-    partial: &mut Partial,
+    partial: &mut PartialFile,
     backoff: &mut Backoff,
 ) -> Result<(), DownloadError> {
     context.progress.of_bytes(FETCH_PROGRESS, snapshot.size_bytes);
@@ -151,7 +151,7 @@ async fn complete(
 async fn resume_download(
     context: &RestoreContext,
     snapshot: &SnapshotRef,
-    partial: &mut Partial,
+    partial: &mut PartialFile,
 ) -> Result<(), DownloadError> {
     let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
     let failed = |error| DownloadError::Store(StoreError::of(&key, error));

@@ -60,7 +60,7 @@ impl ExportError {
     fn exit(&self) -> Exit {
         match self {
             Self::Exists { .. } | Self::WritableByOthers { .. } => Exit::Refused,
-            Self::Failed { end, .. } => Exit::of_child(*end),
+            Self::Failed { end, .. } => Exit::from_child(*end),
             Self::Stopped => Exit::TryAgain,
             Self::File(_) | Self::Start { .. } | Self::TimedOut { .. } => Exit::Internal,
         }

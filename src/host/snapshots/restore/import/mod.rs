@@ -69,7 +69,7 @@ impl ImportError {
     fn exit(&self) -> Exit {
         match self {
             Self::Start { .. } => Exit::Internal,
-            Self::Failed { end, .. } => Exit::of_child(*end),
+            Self::Failed { end, .. } => Exit::from_child(*end),
         }
     }
 }
