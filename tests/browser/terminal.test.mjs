@@ -4,7 +4,7 @@
 import { after, before, test } from "node:test";
 import { closeBrowser, launchBrowser, openEditor, openTerminal, screenshot } from "./support.mjs";
 
-// An emulated processor starts a 600 MB program.
+// code-server is a 600 MB program, and the processor may be emulated.
 const TIMEOUT_MS = 300_000;
 
 let chrome;

@@ -25,7 +25,7 @@ fn refusal() -> Sample {
         headers.insert(HeaderName::from_static(name), HeaderValue::from_static(value));
     }
     let body = json!({ "type": "urn:svc:problem:database_unavailable", "title": "Database unavailable",
-        "status": 503, "detail": "The database cannot take this now.", "code": "database_unavailable",
+        "status": 503, "detail": "The database is currently unavailable.", "code": "database_unavailable",
         "requestId": "abc" });
     Sample { path: "/vps/fleet", status: 503, headers, body }
 }
@@ -41,23 +41,23 @@ fn is_detected(sample: &Sample) -> bool {
 fn every_defect_of_a_response_is_detected() {
     assert!(!is_detected(&refusal()), "a correct response passes");
     platform().plant("hunter2-in-this-test");
-    type Spoil = fn(&mut Sample);
-    let spoil: [(&str, Spoil); 17] = [
+    type Defect = fn(&mut Sample);
+    let defects: [(&str, Defect); 17] = [
         ("a secret", |s| s.body["detail"] = json!("It is hunter2-in-this-test, in fact.")),
         ("SQL", |s| s.body["detail"] = json!("SELECT * FROM user_machines failed.")),
         ("a path", |s| s.body["detail"] = json!("Cannot read /var/lib/svc/tls/key.pem.")),
         ("an address", |s| s.body["detail"] = json!("No response from 10.1.2.3 in time.")),
         ("a panic", |s| s.body["detail"] = json!("thread main panicked at main.rs:5")),
-        ("the detail of a cause in another member", |s| s.body["cause"] = json!("os error 111")),
+        ("an internal error in another field", |s| s.body["cause"] = json!("os error 111")),
         ("a detail without content", |s| s.body["detail"] = json!("failed")),
         ("a code that the route does not declare", |s| {
             (s.body["code"], s.body["type"]) = (json!("gone"), json!("urn:svc:problem:gone"));
         }),
         ("a different status in the body", |s| s.body["status"] = json!(500)),
-        ("another id", |s| s.body["requestId"] = json!("abd")),
+        ("a different request id", |s| s.body["requestId"] = json!("abd")),
         ("no title", |s| _ = s.body.as_object_mut().unwrap().remove("title")),
         ("no Retry-After", |s| _ = s.headers.remove("retry-after")),
-        ("a cache", |s| _ = s.headers.remove("cache-control")),
+        ("no Cache-Control", |s| _ = s.headers.remove("cache-control")),
         ("an undocumented status", |s| {
             s.status = 418;
             s.body["status"] = json!(418);
@@ -65,7 +65,7 @@ fn every_defect_of_a_response_is_detected() {
         ("an undocumented media type", |s| {
             s.headers.insert("content-type", HeaderValue::from_static("text/plain"));
         }),
-        ("a page that is none of ours", |s| {
+        ("an HTML page without the required headers", |s| {
             s.headers.insert("content-type", HeaderValue::from_static("text/html; charset=utf-8"));
         }),
         ("a success body that violates its schema", |s| {
@@ -73,9 +73,9 @@ fn every_defect_of_a_response_is_detected() {
             s.headers.insert("content-type", HeaderValue::from_static("application/json"));
         }),
     ];
-    for (what, spoil) in spoil {
+    for (what, introduce) in defects {
         let mut sample = refusal();
-        spoil(&mut sample);
+        introduce(&mut sample);
         assert!(is_detected(&sample), "{what} is not detected");
     }
 }

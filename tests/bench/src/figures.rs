@@ -35,7 +35,7 @@ pub struct Tally {
     samples: BTreeMap<(&'static str, &'static str), Vec<f64>>,
 }
 
-/// The median, and half of the distance between the quartiles, in percent of it.
+/// The median, and half the interquartile range as a percentage of the median.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Figure {
     pub median: f64,
@@ -103,7 +103,7 @@ impl Target {
         }
     }
 
-    /// Describes the target; empty if there is none.
+    /// Describes the target; returns an empty string if there is none.
     pub fn describe(self, unit: &str) -> String {
         match self {
             Self::RatioAtLeast(min) => format!("ratio ≥ {min}"),

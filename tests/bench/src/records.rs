@@ -1,5 +1,5 @@
-//! Records benchmark: a separate program links the product and measures the real writer and book; the same program
-//! measures the upper bounds without them.
+//! Records benchmark: a separate program links the product and measures the real writer and usage book, and the upper
+//! bounds without them.
 
 use std::path::Path;
 use std::process::Command;
