@@ -1,4 +1,4 @@
-// Runs one command in a terminal of the real code-server, possibly on a slow machine; the lab's act `terminal` checks
+// Runs one command in a terminal of the real code-server, possibly on a slow machine; the lab's step `terminal` checks
 // the result.
 
 import { after, before, test } from "node:test";

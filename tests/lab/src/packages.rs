@@ -1,4 +1,4 @@
-//! The packages on a real systemd: their units start, run confined, and stop.
+//! The packages under a real systemd: their units start, run confined, and stop.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -84,7 +84,7 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     ))
 }
 
-/// Runs the same platform from the container recipe, with nothing but its settings: it becomes healthy, and stops when
+/// Runs the same platform from the container recipe, with only its settings: it becomes healthy, and stops when
 /// signalled.
 async fn check_container(vm: &Machine) -> Result<String> {
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");
