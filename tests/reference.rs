@@ -1,4 +1,4 @@
-//! The generated parts of the pages: tables of what the code declares.
+//! The generated parts of the pages: tables of the code's declarations.
 //!
 //! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is written
 //! by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
@@ -23,16 +23,16 @@ mod variables;
 
 use std::fs;
 
-use files::{File, at, files, root};
+use files::{File, files, root, violation_at};
 
-/// `cargo xtask docs` sets it.
+/// Variable that `cargo xtask docs` sets.
 const REWRITE: &str = "SVC_WRITE_DOCS";
 
 const BEGIN: &str = "<!-- generated: ";
 const BEGIN_END: &str = " -->";
 const END: &str = "<!-- end -->";
 
-/// A generated text and the name of its place.
+/// A generated text and the name in its marker.
 pub struct Part {
     pub name: String,
     pub text: String,
@@ -66,11 +66,11 @@ pub fn table<R: AsRef<[String]>>(head: &[&str], rows: impl IntoIterator<Item = R
     text
 }
 
-/// The page with its parts replaced, and the names of the parts that it has.
+/// Returns the page with its parts replaced, and the names of the parts that it has.
 ///
 /// # Errors
-/// The line of a marker without an end, or with an unknown name.
-fn fill(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
+/// Returns the line of a marker without an end, or with an unknown name.
+fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
     let (mut text, mut placed) = (String::new(), Vec::new());
     let mut lines = page.text.lines().enumerate();
     while let Some((number, line)) = lines.next() {
@@ -80,10 +80,10 @@ fn fill(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
             continue;
         };
         let Some(part) = parts.iter().find(|part| part.name == name) else {
-            return Err(at(&page.path, number + 1, format!("nothing generates {name}")));
+            return Err(violation_at(&page.path, number + 1, format!("nothing generates {name}")));
         };
         if !lines.any(|(_, line)| line == END) {
-            return Err(at(&page.path, number + 1, format!("no {END} after this line")));
+            return Err(violation_at(&page.path, number + 1, format!("no {END} after this line")));
         }
         text.push_str(&format!("\n{}\n\n{END}\n", part.text.trim()));
         placed.push(name.to_owned());
@@ -95,7 +95,7 @@ fn fill(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
 fn outdated(pages: &[File], parts: &[Part], mut rewrite: impl FnMut(&File, &str) -> bool) -> Vec<String> {
     let (mut found, mut placed) = (Vec::new(), Vec::new());
     for page in pages.iter().filter(|page| page.path.starts_with("docs/") && page.path.ends_with(".md")) {
-        match fill(page, parts) {
+        match fill_page(page, parts) {
             Ok((text, names)) => {
                 placed.extend(names);
                 if text != page.text && !rewrite(page, &text) {
@@ -135,10 +135,10 @@ fn generated_parts_of_pages_are_current() {
     assert_current(&pages, &parts);
 }
 
-/// Apart from the other parts, because it starts the stores and probes them.
+/// A separate test, because it starts and probes the stores.
 #[test]
 fn table_of_stores_is_current() {
-    let Some(table) = stores::probed() else { return };
+    let Some(table) = stores::probe_all() else { return };
     let pages = files();
     let page = pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the page of stores");
     assert_current(std::slice::from_ref(page), &[table]);

@@ -11,7 +11,7 @@ pub fn parts() -> [Part; 2] {
     ]
 }
 
-/// Members of an object; none if the value is not an object.
+/// The members of an object; none if the value is not an object.
 fn members(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flat_map(Map::iter)
 }
@@ -20,13 +20,13 @@ fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
-/// A text in a table or paragraph: `<` would begin an HTML element.
+/// Prepares a text for a table or paragraph, where `<` would begin an HTML element.
 fn plain(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "&lt;")
 }
 
 struct Document {
-    /// Whose API it is; the headings of its schemas begin with it.
+    /// The side whose API this is; the headings of its schemas begin with it.
     owner: &'static str,
     document: Value,
 }
@@ -110,7 +110,7 @@ impl Document {
         if types.is_empty() { String::new() } else { format!(" ({})", types.join(", ")) }
     }
 
-    /// The fields of the body and of the successful responses. Equal ones are one table.
+    /// The fields of the body and of the successful responses. Equal tables are merged.
     fn inline_schemas(&self, operation: &Value) -> Vec<(Vec<String>, String)> {
         let body = ("Body".to_owned(), &operation["requestBody"]["content"]["application/json"]["schema"]);
         let responses = members(&operation["responses"]).map(|(status, response)| {
@@ -128,7 +128,7 @@ impl Document {
         found
     }
 
-    /// The table of an object's fields, with those of objects in it.
+    /// The table of an object's fields, including those of nested objects.
     fn fields(&self, schema: &Value) -> String {
         let mut rows = Vec::new();
         self.collect_fields(schema, "", &mut rows);
@@ -162,7 +162,7 @@ impl Document {
         }
     }
 
-    /// The type of a value with its limits, in a few words.
+    /// Describes the type of a value and its limits in a few words.
     fn form(&self, schema: &Value) -> String {
         let any = |of: &Value| of.as_array().cloned().filter(|all| !all.is_empty());
         let forms =
