@@ -15,11 +15,11 @@ pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
-    // Cargo describes the current package in these variables. Build scripts of dependencies that read them would rerun,
-    // and everything above them would be rebuilt, each time cargo is started the other way.
+    // Cargo describes the current package in these variables. Build scripts of dependencies that read them would run
+    // again, and all dependent crates would be rebuilt, whenever cargo is started directly after xtask, or the reverse.
     for (name, _) in std::env::vars_os() {
-        let about_us = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
-        if name.to_str().is_some_and(|name| about_us.iter().any(|prefix| name.starts_with(prefix))) {
+        let package_prefixes = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
+        if name.to_str().is_some_and(|name| package_prefixes.iter().any(|prefix| name.starts_with(prefix))) {
             command.env_remove(&name);
         }
     }

@@ -45,7 +45,7 @@ fuzz_target!(
     |input: &[u8]| {
         let (name, check_any) = RULE.get().expect("libFuzzer has initialised the target");
         if let Err(rule) = check_any(input) {
-            panic!("{name}: {rule}\\ninput {:?}", String::from_utf8_lossy(input));
+            panic!("{name}: {rule}\ninput {:?}", String::from_utf8_lossy(input));
         }
     }
 );

@@ -76,7 +76,7 @@ impl<'a> Objects<'a> {
         self.put(&self.pointer, &side, &self.dump);
     }
 
-    /// Other bytes with a matching record and pointer: only the content reveals them.
+    /// Stores another dump with a matching record and pointer, so that only its content reveals it.
     fn with_dump(&self, dump: &[u8]) {
         self.forged(dump, &hex::encode(Sha256::digest(dump)));
     }
@@ -97,7 +97,7 @@ fn latest() -> String {
 
 type Tamper = fn(&Objects<'_>);
 
-/// The manipulation, and part of the message that it causes.
+/// The name of each manipulation, part of the resulting message, and the manipulation.
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not one of a snapshot", |objects| {
@@ -106,7 +106,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.store.write(BUCKET, &format!("{there}.json"), objects.side.to_string());
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{there}").into());
         }),
-        ("the pointer names what is not there", "the object is missing", |objects| {
+        ("the pointer names a missing object", "the object is missing", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("another size in the pointer", "does not match", |objects| {
@@ -121,7 +121,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a digest that leads to another file", "no SHA-256", |objects| {
             objects.forged(&objects.dump, "../../../../outside");
         }),
-        ("a side record that is no JSON", "its side record", |objects| {
+        ("a side record that is not JSON", "its side record", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
         ("a side record of another format", "does not match", |objects| {
@@ -133,19 +133,19 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record of another size", "bytes instead of", |objects| {
             objects.with_side(|side| side["sizeBytes"] = 1.into());
         }),
-        ("a table too few in the record", "public.noise has 200 rows", |objects| {
+        ("a table is missing in the record", "public.noise has 200 rows", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables");
                 tables.retain(|table| table["name"] != "public.noise");
             });
         }),
-        ("a table too many in the record", "public.more is not there", |objects| {
+        ("an additional table in the record", "public.more is not there", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables");
                 tables.push(json!({"name": "public.more", "rows": 0}));
             });
         }),
-        ("a role whose name no server takes", "role", |objects| {
+        ("a role whose name no server accepts", "role", |objects| {
             objects.with_side(|side| side["roles"] = json!(["a\0b"]));
         }),
         ("the bytes of another snapshot of the same size", "the SHA-256 of", |objects| {
@@ -153,19 +153,19 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             other.rotate_left(4096);
             objects.store.write(BUCKET, &objects.path(""), other);
         }),
-        ("an empty dump, with a record that fits", "pg_restore exited with", |objects| {
+        ("an empty dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(b"");
         }),
-        ("a text instead of a dump, with a record that fits", "pg_restore exited with", |objects| {
+        ("a text instead of a dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(b"DROP DATABASE svc;\n");
         }),
-        ("a head and nothing more, with a record that fits", "pg_restore exited with", |objects| {
+        ("only the header of a dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..200]);
         }),
-        ("a dump cut in the middle, with a record that fits", "pg_restore exited with", |objects| {
+        ("a dump truncated in the middle, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..objects.dump.len() / 2]);
         }),
-        ("damage in the middle, with a record that fits", "pg_restore exited with", |objects| {
+        ("damage in the middle, with a matching record", "pg_restore exited with", |objects| {
             let mut dump = objects.dump.clone();
             let middle = dump.len() / 2;
             dump[middle..middle + 4000].fill(0);
@@ -254,7 +254,8 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
     Ok(())
 }
 
-/// An earlier pointer is restored, with a lower fence. Its snapshot is complete; the next write fences again.
+/// An earlier pointer, with a lower fence, replaces the current one. Its snapshot is complete; the next write raises
+/// the fence again.
 #[tokio::test]
 async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     let (store, old, new) = old_and_new().await?;
@@ -273,7 +274,7 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     Ok(())
 }
 
-/// A backup checks pointer and record first: it never overwrites an unreadable pointer, and replaces a snapshot that
+/// A backup checks pointer and record first: it never overwrites an unreadable pointer, and it replaces a snapshot that
 /// cannot be restored.
 #[tokio::test]
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
@@ -326,5 +327,5 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
         assert_eq!(now.key == objects.key, is_held, "{name}");
     }
     objects.heal();
-    Witness::of(&store).check()
+    Witness::new(&store).check()
 }

@@ -22,7 +22,7 @@ struct FaultScene {
 enum Disruption {
     /// Faults of the store; each must be triggered.
     Rules(Vec<Rule>),
-    Done(fn(&FaultScene)),
+    Action(fn(&FaultScene)),
 }
 
 fn rule(fault: Fault) -> Rule {
@@ -42,7 +42,7 @@ impl FaultScene {
     ) -> Result<Ended> {
         let hits: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.fault(rule)).collect(),
-            Disruption::Done(disruption) => {
+            Disruption::Action(disruption) => {
                 disruption(self);
                 Vec::new()
             }
@@ -57,23 +57,23 @@ impl FaultScene {
     async fn heal(&self) -> Result<()> {
         self.store.heal();
         self.store.up()?;
-        self.platform.set_response(CredentialResponse::Gives);
+        self.platform.set_response(CredentialResponse::Issue);
         svc::fsx::remove_if_exists(&self.machine.path("var/lib/svc/store-credentials.json"))?;
         self.platform.write_credentials(&self.machine, SignedDuration::from_hours(9)).await
     }
 }
 
-/// The store works, but refuses all earlier sessions.
-fn expired_and_no_others(scene: &FaultScene) {
-    scene.platform.set_response(CredentialResponse::Away);
+/// The store works, but refuses all earlier sessions, and the platform issues no new ones.
+fn expire_without_renewal(scene: &FaultScene) {
+    scene.platform.set_response(CredentialResponse::Unavailable);
     scene.store.expire_sessions();
 }
 
-fn replaced(scene: &FaultScene) {
-    scene.platform.set_response(CredentialResponse::Supersedes);
+fn supersede(scene: &FaultScene) {
+    scene.platform.set_response(CredentialResponse::Superseded);
     scene.store.expire_sessions();
 }
 
-fn revoked(scene: &FaultScene) {
+fn revoke(scene: &FaultScene) {
     assert!(scene.store.revoke_sessions("svc-host") > 0, "there was no session");
 }
