@@ -8,7 +8,7 @@ use anyhow::Result;
 use axum::body::Body;
 use http::Request;
 use object_store::ObjectStore;
-use object_store::observations::InMemory;
+use object_store::memory::InMemory;
 use sha2::{Digest, Sha256};
 use svc::store::Bucket;
 use tokio::task::JoinSet;
