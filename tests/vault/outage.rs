@@ -82,7 +82,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
-    let session = platform.outage().await.context("a session")?;
+    let session = platform.outage_session().await.context("a session")?;
     let bucket = machine::bucket_as(&store, &session)?;
     let own = slot().snapshot(&latest.key).context("a key")?;
     assert!(bucket.head(&own).await?.is_some(), "its own snapshot");

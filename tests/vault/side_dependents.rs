@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::machine::{self, Machine};
-use super::run_side::{machine_with_side_database, run_side, state};
+use super::side::{machine_with_side_database, read_state, run_side};
 
 const TABLE: &str = "app_shop.customers";
 const MORE: &str = "

@@ -179,7 +179,7 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     // The disk is full once the link is switched, so later steps cannot be recorded.
     let current = stage.machine.path("opt/svc/current");
     let is_switched = || fs::read_link(&current).is_ok_and(|to| to.ends_with(NEW));
-    let ended = apply_on_full_disk(&stage, &disk, "update.linked=sleep(1500)", turned).await?.expect(70);
+    let ended = apply_on_full_disk(&stage, &disk, "update.linked=sleep(1500)", is_switched).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     assert!(stage.machine.path("var/lib/svc/update/journal.json").exists(), "the journal is missing");
     assert!(is_switched() && current.join("bin/svc").is_file(), "the current release is complete");
