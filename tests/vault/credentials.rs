@@ -341,7 +341,7 @@ async fn agent_renews_many_sessions() -> Result<()> {
     wait_until("four sessions", || platform.request_count() >= 4).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");
     let first = store.read(BUCKET, &key).context("the metadata was not stored")?;
-    wait_until("a later one", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
+    wait_until("later metadata", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     Ok(())

@@ -122,7 +122,7 @@ async fn agent_renews_the_outage_session() -> Result<()> {
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("the first renewal", || stored.exists()).await?;
     let beats = platform.heartbeats() + 4;
-    wait_until("some beats", || platform.heartbeats() >= beats).await?;
+    wait_until("four more heartbeats", || platform.heartbeats() >= beats).await?;
     assert_eq!(platform.request_count(), 1, "a recent session is kept");
     let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     assert!(file["outage"]["sessionToken"].is_string(), "it has an outage session");
@@ -141,9 +141,9 @@ async fn backup_uses_no_outage_session_after_a_refusal() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
-    for set_response in [CredentialResponse::Superseded, CredentialResponse::Unauthorized] {
-        platform.set_response(set_response);
-        let code = if set_response == CredentialResponse::Superseded { 77 } else { 69 };
+    for response in [CredentialResponse::Superseded, CredentialResponse::Unauthorized] {
+        platform.set_response(response);
+        let code = if response == CredentialResponse::Superseded { 77 } else { 69 };
         machine.run(&["svc-db-backup"])?.expect(code);
         let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
         assert_eq!(dumps.count(), 1, "no snapshot is stored");
