@@ -21,7 +21,7 @@ pub enum Violation {
     FalseSuccess,
     /// A snapshot was published, but a reader found no usable one.
     DamagedRead,
-    /// `latest` holds a value that no log entry claims.
+    /// `latest` contains a value that no log entry claims.
     Unclaimed,
     /// A read that started after a claim did not see it.
     StaleRead,

@@ -44,7 +44,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
             continue;
         };
         for line in fs::read_to_string(&path)?.lines() {
-            // A line torn by a kill does not count.
+            // A line that a kill truncated does not count.
             let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
             let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
             let sum = Sum {

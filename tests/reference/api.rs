@@ -99,7 +99,7 @@ impl Document {
         shown
     }
 
-    /// The details of a response besides its description.
+    /// The details of a response, except its description.
     fn content(&self, content: &Value) -> String {
         let types = members(content).map(|(media_type, one)| match self.form(&one["schema"]) {
             _ if media_type != "application/json" => format!("`{media_type}`"),

@@ -26,7 +26,7 @@ pub fn command(args: &[&str]) -> Command {
     command
 }
 
-/// The program of a package that only one command needs, so that the others do not compile it.
+/// Builds and runs the program of a package that only one command needs, so that other commands do not compile it.
 pub fn program(package: &str) -> Command {
     command(&["run", "--quiet", "--package", package, "--"])
 }

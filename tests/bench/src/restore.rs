@@ -75,7 +75,7 @@ async fn create_snapshot(dir: &Path, options: &Options, store: &BenchStore) -> R
     Ok(snapshot)
 }
 
-/// A new server and its directory, for one restore. The server is dropped before the directory that holds its data.
+/// A new server and its directory, for one restore. The server is dropped before the directory of its data.
 struct Run {
     server: PgServer,
     dir: TempDir,

@@ -155,7 +155,7 @@ impl Site {
         client.batch_execute(&sql).await.context("register a machine")
     }
 
-    /// Opens a session as a browser does, once the router knows the machine; returns its cookie.
+    /// Opens a session as a browser does, once the router has found the machine; returns its cookie.
     pub async fn open_session(&self, user: &str) -> Result<String> {
         let token = self.idp.mint(user, &MintOptions::default());
         let router = self.router()?;

@@ -12,7 +12,7 @@ use super::life::BOOT_TIMEOUT;
 use kit::s3::{Fault, Rule};
 use kit::story::{MachineRecord, Stack, eventually};
 
-/// Lists databases besides the owner's that the product has created.
+/// Lists the databases that the product has created, except the owner's.
 pub(super) const LIST_SIDE_DATABASES: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 \
