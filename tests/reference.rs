@@ -92,7 +92,11 @@ fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), Strin
 }
 
 /// Pages whose generated parts differ from the code, and parts without a place.
-fn outdated(pages: &[File], parts: &[Part], mut rewrite: impl FnMut(&File, &str) -> bool) -> Vec<String> {
+fn find_outdated(
+    pages: &[File],
+    parts: &[Part],
+    mut rewrite: impl FnMut(&File, &str) -> bool,
+) -> Vec<String> {
     let (mut found, mut placed) = (Vec::new(), Vec::new());
     for page in pages.iter().filter(|page| page.path.starts_with("docs/") && page.path.ends_with(".md")) {
         match fill_page(page, parts) {
@@ -124,7 +128,7 @@ fn assert_current(pages: &[File], parts: &[Part]) {
         }
         is_rewriting
     };
-    assert_none(&outdated(pages, parts, rewrite));
+    assert_none(&find_outdated(pages, parts, rewrite));
 }
 
 #[test]
@@ -148,7 +152,7 @@ fn table_of_stores_is_current() {
 fn outdated_page_is_detected() {
     let part = || Part::new("a", "new\n".to_owned());
     let found = |text: &str, parts: &[Part]| {
-        outdated(&[File::sample("docs/p.md", text)], parts, |_, _| false).concat()
+        find_outdated(&[File::sample("docs/p.md", text)], parts, |_, _| false).concat()
     };
     let current = "# P\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nafter\n";
     assert_eq!(found(current, &[part()]), "");

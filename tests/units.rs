@@ -69,7 +69,7 @@ impl Unit {
         lines.filter(|(name, _)| *name == key).map(|(_, value)| value).collect()
     }
 
-    fn words(&self, key: &str) -> Vec<&str> {
+    fn split_values(&self, key: &str) -> Vec<&str> {
         self.values(key).iter().flat_map(|value| value.split_whitespace()).collect()
     }
 
@@ -194,7 +194,7 @@ fn forbidden_system_call_returns_an_error() {
 fn target_wants_every_unit_without_another_starter() {
     let units = units();
     let target = units.iter().find(|unit| unit.name == "svc.target").unwrap();
-    let wanted = target.words("Wants");
+    let wanted = target.split_values("Wants");
     let triggered: Vec<String> = units
         .iter()
         .filter_map(|unit| {
@@ -212,7 +212,7 @@ fn target_wants_every_unit_without_another_starter() {
     for unit in units.iter().filter(is_startable) {
         let is_triggered = triggered.contains(&unit.name);
         assert_eq!(wanted.contains(&unit.name.as_str()), !is_triggered, "{}", unit.name);
-        assert_eq!(unit.words("PartOf") == ["svc.target"], !is_triggered, "{}", unit.name);
+        assert_eq!(unit.split_values("PartOf") == ["svc.target"], !is_triggered, "{}", unit.name);
     }
 }
 
@@ -224,7 +224,7 @@ fn essential_services_restart_without_a_limit() {
         assert_eq!(unit.values("StartLimitIntervalSec"), ["0"], "{}", unit.name);
         assert!(!unit.values("RestartSec").is_empty(), "{}", unit.name);
         if unit.name != "svc-postgres.service" {
-            assert!(unit.words("RestartPreventExitStatus").contains(&"78"), "{}", unit.name);
+            assert!(unit.split_values("RestartPreventExitStatus").contains(&"78"), "{}", unit.name);
         }
     }
 }
@@ -284,7 +284,7 @@ fn database_is_the_only_container_with_a_local_volume() {
     assert_eq!(names, ["svc-postgres.service"]);
     let unit = units.iter().find(|unit| unit.name == "svc-postgres.service").unwrap();
     assert_eq!(unit.values("Environment"), ["SVC_POSTGRES_IMAGE=docker.io/library/postgres:16"]);
-    let words = unit.words("ExecStart");
+    let words = unit.split_values("ExecStart");
     let beginning =
         |start: &str| -> Vec<&str> { words.iter().copied().filter(|word| word.starts_with(start)).collect() };
     assert_eq!(beginning("--name"), ["--name=svc-postgres"]);
@@ -301,7 +301,7 @@ fn watcher_may_open_folders() {
     let units = units();
     let watch = units.iter().find(|unit| unit.name == "svc-watch.service").unwrap();
     assert!(watch.values("RestrictSUIDSGID").is_empty());
-    assert!(watch.words("AmbientCapabilities").contains(&"CAP_DAC_READ_SEARCH"));
+    assert!(watch.split_values("AmbientCapabilities").contains(&"CAP_DAC_READ_SEARCH"));
 }
 
 #[test]

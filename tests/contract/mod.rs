@@ -44,7 +44,7 @@ pub fn platform() -> &'static Contract {
     static PLATFORM: LazyLock<Contract> = LazyLock::new(|| {
         let own = svc::platform::api::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
         let public = svc::platform::router::ROUTES.iter().map(|own| &own.operation);
-        Contract::of(svc::platform::openapi::document(), own.chain(public).collect())
+        Contract::new(svc::platform::openapi::document(), own.chain(public).collect())
     });
     &PLATFORM
 }
@@ -52,13 +52,13 @@ pub fn platform() -> &'static Contract {
 pub fn gateway() -> &'static Contract {
     static GATEWAY: LazyLock<Contract> = LazyLock::new(|| {
         let operations = svc::host::gateway::endpoints().map(|endpoint| &endpoint.operation);
-        Contract::of(svc::host::gateway::description(), operations.collect())
+        Contract::new(svc::host::gateway::description(), operations.collect())
     });
     &GATEWAY
 }
 
 impl Contract {
-    fn of(document: Value, operations: Vec<&'static Operation>) -> Self {
+    fn new(document: Value, operations: Vec<&'static Operation>) -> Self {
         Self {
             document,
             operations,

@@ -145,7 +145,7 @@ pub struct ScheduledStore {
 }
 
 impl ScheduledStore {
-    async fn turn(&self, call: Call) -> CallOutcome {
+    async fn take_turn(&self, call: Call) -> CallOutcome {
         let (go, outcome) = oneshot::channel();
         let sent = self.server.turns.send(Turn { actor: self.actor, call, go });
         match sent {
@@ -155,7 +155,7 @@ impl ScheduledStore {
     }
 }
 
-fn lost() -> Error {
+fn lost_error() -> Error {
     Error::Generic { store: "scheduled", source: "the connection was lost".into() }
 }
 
@@ -168,12 +168,12 @@ impl fmt::Display for ScheduledStore {
 #[async_trait]
 impl ObjectStore for ScheduledStore {
     async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
-        match self.turn(Call::Put).await {
+        match self.take_turn(Call::Put).await {
             CallOutcome::Done | CallOutcome::Stale => self.server.apply(at, payload, options).await,
-            CallOutcome::Lost => Err(lost()),
+            CallOutcome::Lost => Err(lost_error()),
             CallOutcome::NoResponse => {
                 let _ = self.server.apply(at, payload, options).await;
-                Err(lost())
+                Err(lost_error())
             }
             CallOutcome::RefusedRetry => {
                 let conditional = !matches!(options.mode, PutMode::Overwrite);
@@ -188,7 +188,7 @@ impl ObjectStore for ScheduledStore {
             }
             CallOutcome::Late => {
                 self.server.late.lock().unwrap().push((at.clone(), payload, options));
-                Err(lost())
+                Err(lost_error())
             }
         }
     }
@@ -198,8 +198,8 @@ impl ObjectStore for ScheduledStore {
         if at.prefix_matches(&self.server.slot.pointer_log()) {
             return self.server.inner.get_opts(at, options).await;
         }
-        match self.turn(Call::Get).await {
-            CallOutcome::Lost => Err(lost()),
+        match self.take_turn(Call::Get).await {
+            CallOutcome::Lost => Err(lost_error()),
             // Only `latest` is ever overwritten.
             CallOutcome::Stale if *at == self.server.slot.pointer() => {
                 let before = self.server.before.lock().unwrap().fork();
@@ -220,8 +220,8 @@ impl ObjectStore for ScheduledStore {
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         let (me, prefix) = (self.clone(), prefix.cloned());
         let listed = async move {
-            match me.turn(Call::List).await {
-                CallOutcome::Lost => Err(lost()),
+            match me.take_turn(Call::List).await {
+                CallOutcome::Lost => Err(lost_error()),
                 _ => {
                     let all: Vec<_> = me.server.inner.list(prefix.as_ref()).collect().await;
                     Ok(stream::iter(all))

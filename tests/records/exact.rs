@@ -208,7 +208,7 @@ impl Campaign {
         let writer = Writer::start(logs.clone())?;
         let book = Book::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
         for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {
-            let expected = grouped(&sums, group_by);
+            let expected = group_sums(&sums, group_by);
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
             ensure!(sums_of_report(&report) == expected, "the book by {word}: {report:?}\n{expected:?}");
             let shown = self.read_usage_report(word)?;
@@ -265,7 +265,7 @@ fn wait_for_line(child: &mut OwnedChild, word: &str) -> Result<()> {
     found.next().map(|_| ()).with_context(|| format!("the process did not print {word}"))
 }
 
-fn grouped(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum> {
+fn group_sums(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum> {
     let mut groups = BTreeMap::<String, Sum>::new();
     for ((day, user, model), sum) in sums {
         let name = match group_by {

@@ -21,7 +21,7 @@ fn text(value: &Value) -> &str {
 }
 
 /// Prepares a text for a table or paragraph, where `<` would begin an HTML element.
-fn plain(text: &str) -> String {
+fn plain_text(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "&lt;")
 }
 
@@ -57,16 +57,16 @@ impl Document {
                 ("", _) => "`Authorization: Bearer`".to_owned(),
                 (place, name) => format!("{place} `{name}`"),
             };
-            [format!("`{name}`"), place, plain(text(&scheme["description"]))]
+            [format!("`{name}`"), place, plain_text(text(&scheme["description"]))]
         });
         table(&["credential", "sent as", "meaning"], schemes) + "\n"
     }
 
     fn operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
-        let mut shown = format!("### `{method} {path}`\n\n{}\n\n", plain(text(&operation["summary"])));
+        let mut shown = format!("### `{method} {path}`\n\n{}\n\n", plain_text(text(&operation["summary"])));
         shown.push_str(&format!("- Credential: {}\n", credentials(&operation["security"])));
         let servers = siblings["servers"].as_array().into_iter().flatten();
-        let servers: Vec<_> = servers.map(|server| plain(text(&server["description"]))).collect();
+        let servers: Vec<_> = servers.map(|server| plain_text(text(&server["description"]))).collect();
         if !servers.is_empty() {
             shown.push_str(&format!("- Served by: {}\n", servers.join("; ")));
         }
@@ -77,7 +77,7 @@ impl Document {
                 let codes = text(&response["description"]).split(", ").map(|code| format!("`{code}`"));
                 errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
             } else {
-                let about = plain(text(&response["description"]));
+                let about = plain_text(text(&response["description"]));
                 shown.push_str(&format!("- **{status}**: {about}{}\n", self.content(content)));
             }
         }
@@ -86,7 +86,7 @@ impl Document {
             let is_required = parameter["required"] == true && parameter["in"] != "path";
             let place = text(&parameter["in"]).to_owned() + if is_required { ", **required**" } else { "" };
             let name = format!("`{}`", text(&parameter["name"]));
-            [name, place, self.form(&parameter["schema"]), plain(text(&parameter["description"]))]
+            [name, place, self.form(&parameter["schema"]), plain_text(text(&parameter["description"]))]
         });
         let parameters: Vec<_> = parameters.collect();
         if !parameters.is_empty() {
@@ -146,7 +146,7 @@ impl Document {
         for (name, field) in members(&schema["properties"]) {
             let is_required = required.iter().any(|one| *one == name);
             let form = self.form(field) + if is_required { ", **required**" } else { "" };
-            rows.push([format!("`{prefix}{name}`"), form, plain(text(&field["description"]))]);
+            rows.push([format!("`{prefix}{name}`"), form, plain_text(text(&field["description"]))]);
             self.collect_fields(field, &format!("{prefix}{name}."), rows);
             self.collect_fields(&field["items"], &format!("{prefix}{name}[]."), rows);
         }

@@ -39,7 +39,7 @@ pub fn probe_all() -> Option<Part> {
     // Whether SeaweedFS accepts two concurrent writers depends on timing, so the page has counts instead.
     let rows = columns[0].iter().enumerate().map(|(row, first)| {
         let capability = first.capability;
-        let mut cells = vec![capability.name.to_owned(), need(capability.need).to_owned()];
+        let mut cells = vec![capability.name.to_owned(), need_text(capability.need).to_owned()];
         for (kind, column) in StoreKind::ALL.into_iter().zip(&columns) {
             assert_eq!(column[row].capability, capability, "the stores have different rows");
             let depends = (kind, capability) == (StoreKind::Seaweedfs, REPLACE_IN_PARALLEL);
@@ -68,7 +68,7 @@ async fn probe(kind: StoreKind) -> Vec<Probed> {
     doctor::probe_store(&config, &credentials, RACE_LIMITS).await
 }
 
-fn need(need: Need) -> &'static str {
+fn need_text(need: Need) -> &'static str {
     match need {
         Need::Required => "needs it",
         Need::Recommended => "uses it",

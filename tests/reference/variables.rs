@@ -46,7 +46,7 @@ fn render(sections: &[&'static Section]) -> String {
     }
     let cells = |Row { variable, source, readers }: &Row| {
         let mut cells =
-            vec![format!("`{}`", variable.name), variable.form.to_owned(), preset(variable.default)];
+            vec![format!("`{}`", variable.name), variable.form.to_owned(), default_text(variable.default)];
         cells.extend((!has_one_source).then(|| (*source).to_owned()));
         cells.extend((!has_same_readers).then(|| programs(readers)));
         cells.push(variable.meaning.split_whitespace().collect::<Vec<_>>().join(" "));
@@ -76,7 +76,7 @@ impl Row {
     }
 }
 
-fn preset(default: Preset) -> String {
+fn default_text(default: Preset) -> String {
     match default {
         Preset::Required => "**required**".to_owned(),
         Preset::Unset => "–".to_owned(),

@@ -36,7 +36,7 @@ enum AcceptedLoss {
 }
 
 impl PlannedRequest {
-    fn accepting(self, accept_loss: bool, accepts: AcceptedLoss) -> Self {
+    fn with_accepted_loss(self, accept_loss: bool, accepts: AcceptedLoss) -> Self {
         if accept_loss { Self { accepts, ..self } } else { self }
     }
 }
@@ -76,7 +76,7 @@ impl World<'_> {
                     self.write(&host).await?;
                 }
             }
-            Action::CutDatabase => self.database.cut().await?,
+            Action::CutDatabase => self.database.cut_connections().await?,
             Action::SaveDatabase => self.database.save().await?,
             Action::DatabaseRestored => self.restore_database().await?,
             Action::Crash { process } => {
@@ -97,7 +97,7 @@ impl World<'_> {
                 }
             }
             Action::TimePasses { seconds, leases } => self.database.pass_time(*seconds, *leases).await?,
-            Action::Rest => self.rest().await?,
+            Action::Rest => self.wait_for_operations().await?,
             _ => {
                 if let Action::Register { host, .. } = &step.action
                     && let Some(host) = self.host(*host)
@@ -155,7 +155,7 @@ impl World<'_> {
     }
 
     fn plan_request(&mut self, step: &Step) -> Option<PlannedRequest> {
-        let operator = |operation, method, path: String, body: Option<Value>| {
+        let operator_request = |operation, method, path: String, body: Option<Value>| {
             // A key is always sent with the same request.
             let key =
                 step.key.map(|key| format!("{operation} {path} {} {key}", body.clone().unwrap_or_default()));
@@ -182,58 +182,66 @@ impl World<'_> {
             Action::Subscribe { slot } => {
                 let (user, slot) = SLOTS[*slot];
                 let body = json!({"idpUserId": user, "slot": slot, "plan": "max", "status": "active"});
-                operator("subscribe", "PUT", "/vps/slots".to_owned(), Some(body))
+                operator_request("subscribe", "PUT", "/vps/slots".to_owned(), Some(body))
             }
             Action::Provision { slot, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let handle = user.replace('_', "-");
                 let body = json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": accept_loss,
                     "allowEmpty": accept_loss});
-                let planned = operator("provision", "POST", "/vps/provision".to_owned(), Some(body));
-                planned.accepting(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
+                let planned = operator_request("provision", "POST", "/vps/provision".to_owned(), Some(body));
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }
             Action::Recover { slot, empty, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let body =
                     json!({"idpUserId": user, "slot": slot, "allowEmpty": empty, "acceptLoss": accept_loss});
-                let planned = operator("recover", "POST", "/vps/recover".to_owned(), Some(body));
-                planned.accepting(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
+                let planned = operator_request("recover", "POST", "/vps/recover".to_owned(), Some(body));
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }
             Action::Resize { machine, to } => {
                 let path = format!("/vps/{}/resize", self.machine(*machine)?);
-                operator("resize", "POST", path, Some(json!({"serverType": to})))
+                operator_request("resize", "POST", path, Some(json!({"serverType": to})))
             }
             Action::Fail { machine } => {
                 let path = format!("/vps/{}/fail", self.machine(*machine)?);
-                operator("fail", "POST", path, Some(json!({"reason": "chosen by the plan"})))
+                operator_request("fail", "POST", path, Some(json!({"reason": "chosen by the plan"})))
             }
             Action::Delete { machine, accept_loss } => {
                 let machine = self.machine(*machine)?;
-                let planned =
-                    operator("delete", "DELETE", format!("/vps/{machine}?acceptLoss={accept_loss}"), None);
-                planned.accepting(*accept_loss, AcceptedLoss::OfMachine(machine))
+                let planned = operator_request(
+                    "delete",
+                    "DELETE",
+                    format!("/vps/{machine}?acceptLoss={accept_loss}"),
+                    None,
+                );
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfMachine(machine))
             }
-            Action::Undelete { machine } => {
-                operator("undelete", "POST", format!("/vps/{}/undelete", self.machine(*machine)?), None)
-            }
+            Action::Undelete { machine } => operator_request(
+                "undelete",
+                "POST",
+                format!("/vps/{}/undelete", self.machine(*machine)?),
+                None,
+            ),
             Action::Resume { machine } => {
-                operator("resume", "POST", format!("/vps/{}/resume", self.machine(*machine)?), None)
+                operator_request("resume", "POST", format!("/vps/{}/resume", self.machine(*machine)?), None)
             }
             Action::Discard { machine, accept_loss } => {
                 let machine = self.machine(*machine)?;
                 let body = json!({"acceptLoss": accept_loss});
-                let planned = operator("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
-                planned.accepting(*accept_loss, AcceptedLoss::OfMachine(machine))
+                let planned =
+                    operator_request("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfMachine(machine))
             }
             Action::Abandon { operation } => {
                 let known = self.ledger.operations();
                 let id = known.iter().rev().nth(*operation)?;
-                operator("abandon", "POST", format!("/vps/operations/{id}/abandon"), None)
+                operator_request("abandon", "POST", format!("/vps/operations/{id}/abandon"), None)
             }
             Action::RebuildPointer { slot } => {
                 let (user, slot) = SLOTS[*slot];
                 let body = json!({"idpUserId": user, "slot": slot});
-                operator("rebuild", "POST", "/vps/slots/pointer/rebuild".to_owned(), Some(body))
+                operator_request("rebuild", "POST", "/vps/slots/pointer/rebuild".to_owned(), Some(body))
             }
             Action::Register { host, body } => {
                 let host = self.host(*host)?;
@@ -349,7 +357,7 @@ impl World<'_> {
     }
 
     /// Waits until every operation in progress waits for a host, for a bounded time.
-    async fn rest(&mut self) -> Result<()> {
+    async fn wait_for_operations(&mut self) -> Result<()> {
         for _ in 0..20 {
             let database_state = DatabaseState::read(&self.database.client).await?;
             let is_busy = |step: &str| !matches!(step, "await_registration" | "await_health");
@@ -387,7 +395,7 @@ impl World<'_> {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;
             let database_state = DatabaseState::read(&self.database.client).await?;
-            let live = self.provider.live();
+            let live = self.provider.machines_with_servers();
             let has_lost_server = |it: &MachineRow| it.is_running() && !live.contains(&it.machine_id);
             let in_progress = database_state.operations.iter().any(|it| it.state == "running");
             let is_quiet = !in_progress

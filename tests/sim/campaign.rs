@@ -81,7 +81,7 @@ impl Fleet {
         None
     }
 
-    async fn operator(
+    async fn send_as_operator(
         &self,
         rng: &mut Rng,
         operation: &'static str,
@@ -117,8 +117,9 @@ impl Fleet {
             "allowEmpty": true});
         let recover = json!({"idpUserId": user, "allowEmpty": true, "acceptLoss": true});
         let path = |path: &str| path.to_owned();
-        self.operator(&mut rng, "subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())).await;
-        let provisioned = self.operator(
+        self.send_as_operator(&mut rng, "subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone()))
+            .await;
+        let provisioned = self.send_as_operator(
             &mut rng,
             "provision",
             Method::POST,
@@ -145,7 +146,7 @@ impl Fleet {
                 }
                 _ => ("subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())),
             };
-            let response = self.operator(&mut rng, operation, method, path, body).await;
+            let response = self.send_as_operator(&mut rng, operation, method, path, body).await;
             if let Some(named) = response.body["machineId"].as_str() {
                 named.clone_into(&mut machine);
             }
@@ -258,7 +259,7 @@ async fn campaign(seed: u64) -> Result<u32> {
     let has_settled = settle(&fleet, &database, &times).await?;
     hosts.abort();
     let database_state = DatabaseState::read(&database).await?;
-    let live = live(&fleet.stack);
+    let live = machines_with_servers(&fleet.stack);
     let known = CallerView::from_ledger(&fleet.ledger);
     let mut found = check::check_always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
     found.extend(check::check_settled(
@@ -285,7 +286,7 @@ async fn campaign(seed: u64) -> Result<u32> {
     Ok(kills)
 }
 
-fn live(stack: &Stack) -> Vec<String> {
+fn machines_with_servers(stack: &Stack) -> Vec<String> {
     let machine = |server: kit::provider::ServerView| server.labels.get("svc-machine").cloned();
     stack.provider.servers().into_iter().filter_map(machine).collect()
 }
@@ -295,10 +296,12 @@ async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times)
     for _ in 0..300 {
         let database_state = DatabaseState::read(database).await.context("read the database state")?;
         let in_progress = database_state.operations.iter().any(|operation| operation.state == "running");
-        if !in_progress && !check::has_leftovers(&database_state, &live(&fleet.stack), &fleet.ledger) {
+        if !in_progress
+            && !check::has_leftovers(&database_state, &machines_with_servers(&fleet.stack), &fleet.ledger)
+        {
             return Ok(true);
         }
-        times.pass(database, 3, false).await?;
+        times.advance(database, 3, false).await?;
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     Ok(false)

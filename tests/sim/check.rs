@@ -24,7 +24,7 @@ pub struct CallerView {
 
 impl CallerView {
     pub fn from_ledger(ledger: &Ledger) -> Self {
-        Self { operations: ledger.operations(), ended: ledger.ended() }
+        Self { operations: ledger.operations(), ended: ledger.ended_machines() }
     }
 }
 

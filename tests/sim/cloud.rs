@@ -77,7 +77,7 @@ impl Cloud {
     }
 
     /// The machines that currently have a server, from the servers' labels.
-    pub fn live(&self) -> Vec<String> {
+    pub fn machines_with_servers(&self) -> Vec<String> {
         let machine = |server: &Server| server.labels.get(MACHINE_LABEL).cloned().unwrap_or_default();
         self.state().servers.values().map(machine).collect()
     }
@@ -90,7 +90,7 @@ impl Cloud {
     }
 
     /// Every server ever created, the oldest first.
-    pub fn created(&self) -> Vec<OrderedServer> {
+    pub fn created_servers(&self) -> Vec<OrderedServer> {
         self.state().created.clone()
     }
 

@@ -140,7 +140,7 @@ impl Ledger {
     }
 
     /// Machines that callers know as replaced or deleted.
-    pub fn ended(&self) -> BTreeSet<String> {
+    pub fn ended_machines(&self) -> BTreeSet<String> {
         self.state().ended.clone()
     }
 

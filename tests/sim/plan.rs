@@ -192,7 +192,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
             steps.push(step(&mut rng, action));
             continue;
         }
-        for action in life(&mut rng) {
+        for action in machine_life(&mut rng) {
             steps.push(step(&mut rng, action));
             if rng.percent(25) {
                 let between = self::action(&mut rng, troubled);
@@ -213,7 +213,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
 }
 
 /// A usual sequence of actions on a slot, so that runs reach machines with data that could be lost.
-fn life(rng: &mut Rng) -> Vec<Action> {
+fn machine_life(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, before) = (0, 1);
     let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];

@@ -145,7 +145,7 @@ impl Process {
     fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         let switch = Arc::clone(&self.switch);
         self.tasks.spawn(async move {
-            switch.alive(work).await;
+            switch.run_while_alive(work).await;
         });
     }
 
@@ -160,12 +160,12 @@ impl Process {
 
     /// Sends a request to the API. Returns `None` if the process dies before it responds.
     pub async fn api(&self, request: Request<Body>) -> Option<ApiResponse> {
-        self.switch.alive(send(self.api.clone(), request)).await
+        self.switch.run_while_alive(send(self.api.clone(), request)).await
     }
 
     /// Sends a request to the public listener. Returns `None` if the process dies before it responds.
-    pub async fn public(&self, request: Request<Body>) -> Option<ApiResponse> {
-        self.switch.alive(send(self.public.clone(), request)).await
+    pub async fn send_public(&self, request: Request<Body>) -> Option<ApiResponse> {
+        self.switch.run_while_alive(send(self.public.clone(), request)).await
     }
 
     /// Stops the process as a signal does: the current steps end, and leases are released.

@@ -89,12 +89,12 @@ impl Rows {
         accepting
     }
 
-    pub fn acknowledged(&self) -> usize {
+    pub fn acknowledged_count(&self) -> usize {
         self.state().slots.values().map(|slot| slot.acknowledged.len()).sum()
     }
 
     /// Acknowledged rows that are not stored anywhere, given that these machines have servers.
-    pub fn missing(&self, live: &[String]) -> BTreeSet<u32> {
+    pub fn missing_rows(&self, live: &[String]) -> BTreeSet<u32> {
         let state = self.state();
         let on_servers: BTreeSet<u32> = live
             .iter()

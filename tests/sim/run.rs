@@ -50,7 +50,7 @@ pub async fn run_plan(
         let found = world.check_now().await?;
         if !found.is_empty() {
             let log = world.ledger.lines();
-            world.end().await;
+            world.finish().await;
             return Ok(RunResult::Broken { found, after: number + 1, log });
         }
     }
@@ -61,7 +61,7 @@ pub async fn run_plan(
         found = world.check_settled().await?;
     }
     let log = world.ledger.lines();
-    let counts = world.end().await;
+    let counts = world.finish().await;
     Ok(if found.is_empty() {
         RunResult::Held(counts)
     } else {

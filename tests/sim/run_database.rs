@@ -70,10 +70,10 @@ impl RunDatabase {
     }
 
     pub async fn pass_time(&self, seconds: u32, leases: bool) -> Result<()> {
-        self.times.pass(&self.client, seconds, leases).await
+        self.times.advance(&self.client, seconds, leases).await
     }
 
-    pub async fn cut(&self) -> Result<()> {
+    pub async fn cut_connections(&self) -> Result<()> {
         let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
                    WHERE datname = current_database() AND pid <> pg_backend_pid()";
         self.client.query(sql, &[]).await?;
@@ -108,7 +108,7 @@ impl Times {
     }
 
     /// With `leases`, every current holder loses its lease.
-    pub async fn pass(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
+    pub async fn advance(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
         for sql in &self.0 {
             execute_with_retry(client, &sql.replace("$N", &seconds.to_string())).await?;
         }

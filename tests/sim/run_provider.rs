@@ -49,9 +49,9 @@ impl RunProvider {
     }
 
     /// The machines that have a server now.
-    pub fn live(&self) -> Vec<String> {
+    pub fn machines_with_servers(&self) -> Vec<String> {
         match self {
-            Self::Port(cloud) => cloud.live(),
+            Self::Port(cloud) => cloud.machines_with_servers(),
             Self::Wire { simulator, .. } => simulator
                 .servers()
                 .into_iter()
@@ -72,9 +72,9 @@ impl RunProvider {
     }
 
     /// The created servers, the oldest first; over HTTP, only those that an observation has seen.
-    pub fn created(&self) -> Vec<OrderedServer> {
+    pub fn created_servers(&self) -> Vec<OrderedServer> {
         match self {
-            Self::Port(cloud) => cloud.created(),
+            Self::Port(cloud) => cloud.created_servers(),
             Self::Wire { simulator, created } => {
                 let mut created = created.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {

@@ -245,14 +245,14 @@ pub struct StoreConnection {
 }
 
 impl StoreConnection {
-    async fn pass(&self, moment: Moment) {
+    async fn reach(&self, moment: Moment) {
         if let Some(switch) = &self.switch {
-            switch.pass(moment).await;
+            switch.reach(moment).await;
         }
     }
 
     async fn write<T>(&self, done: impl Future<Output = Result<T>>) -> Result<T> {
-        self.pass(Moment::BeforeStore).await;
+        self.reach(Moment::BeforeStore).await;
         let fault = self.store.fault_of(true);
         if fault == Some(StoreFault::Unavailable) {
             return Err(planned_error());
@@ -261,7 +261,7 @@ impl StoreConnection {
         if fault == Some(StoreFault::Slow) {
             tokio::time::sleep(SLOW_DELAY).await;
         }
-        self.pass(Moment::AfterStore).await;
+        self.reach(Moment::AfterStore).await;
         if fault == Some(StoreFault::LostReply) { Err(planned_error()) } else { done }
     }
 }

@@ -36,7 +36,7 @@ impl Switch {
     }
 
     /// Runs work of the process. Returns `None` if the process dies before the end.
-    pub async fn alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+    pub async fn run_while_alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
             () = self.dead.cancelled() => None,
@@ -45,7 +45,7 @@ impl Switch {
     }
 
     /// A point at which the process may be killed; if it is, the call never returns.
-    pub async fn pass(&self, moment: Moment) {
+    pub async fn reach(&self, moment: Moment) {
         {
             let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
             match &mut *armed {

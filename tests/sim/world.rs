@@ -98,7 +98,7 @@ impl<'a> World<'a> {
 
     /// Every host that ever existed, the oldest first.
     pub fn hosts(&mut self) -> &[Host] {
-        let created = self.provider.created();
+        let created = self.provider.created_servers();
         self.hosts.extend(created.iter().skip(self.hosts.len()).map(Host::from_order));
         for host in &mut self.hosts {
             host.epoch = self.ledger.epoch_of(&host.machine).unwrap_or(host.epoch);
@@ -109,14 +109,14 @@ impl<'a> World<'a> {
     /// Checks the invariants of the current state.
     pub async fn check_now(&mut self) -> Result<BTreeSet<Violation>> {
         // Servers and responses are read first: the database may be newer than them, but not older.
-        let live = self.provider.live();
+        let live = self.provider.machines_with_servers();
         let known = check::CallerView::from_ledger(&self.ledger);
         let database_state = DatabaseState::read(&self.database.client).await?;
         let fences = self.store.fences().await;
         let mut found = check::check_always(&database_state, &mut self.observations, &self.ledger, &known);
         found.extend(check::check_fences(&database_state, &live, &fences));
         found.extend(self.store.violations().await);
-        let lost = self.rows.missing(&self.provider.live());
+        let lost = self.rows.missing_rows(&self.provider.machines_with_servers());
         if !lost.is_empty() {
             self.ledger.log(format!("rows {lost:?} are lost"));
             found.insert(Violation::LostRows);
@@ -165,7 +165,7 @@ impl<'a> World<'a> {
             .header("cookie", format!("svc_session={}", cookie(self.database, user)))
             .body(Body::empty())
             .expect("a request");
-        process.public(request).await.is_some_and(|response| matches!(response.status, 502 | 504))
+        process.send_public(request).await.is_some_and(|response| matches!(response.status, 502 | 504))
     }
 
     /// Checks the additional invariants after settling.
@@ -173,13 +173,22 @@ impl<'a> World<'a> {
         let mut found = BTreeSet::new();
         let database_state = DatabaseState::read(&self.database.client).await?;
         let audit = super::snapshot::read_audit(&self.database.client).await?;
-        found.extend(check::check_settled(&database_state, &self.provider.live(), &audit, &self.ledger));
+        found.extend(check::check_settled(
+            &database_state,
+            &self.provider.machines_with_servers(),
+            &audit,
+            &self.ledger,
+        ));
         let resized = |it: &&super::snapshot::OperationRow| it.kind == "resize" && it.state == "succeeded";
         self.counts.resized += database_state.operations.iter().filter(resized).count() as u32;
-        self.counts.rows += u32::try_from(self.rows.acknowledged())?;
+        self.counts.rows += u32::try_from(self.rows.acknowledged_count())?;
         self.counts.running +=
             database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        let is_held = check::are_deletions_suspended(&database_state, &self.provider.live(), &self.ledger);
+        let is_held = check::are_deletions_suspended(
+            &database_state,
+            &self.provider.machines_with_servers(),
+            &self.ledger,
+        );
         for host in self.hosts().to_vec() {
             let Some(machine) = database_state.machine(&host.machine) else { continue };
             let right = Some((200, Some(!machine.is_active())));
@@ -211,7 +220,7 @@ impl<'a> World<'a> {
             process.switch.kill();
         }
         self.tasks.shutdown().await;
-        self.database.cut().await?;
+        self.database.cut_connections().await?;
         if self.database.restore().await? {
             self.ledger.record_restore();
             self.observations = Observations::default();
@@ -230,7 +239,7 @@ impl<'a> World<'a> {
     }
 
     /// Stops all parts of the run.
-    pub async fn end(mut self) -> Counts {
+    pub async fn finish(mut self) -> Counts {
         for process in &self.processes {
             process.switch.kill();
         }

@@ -21,7 +21,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
     stage.assert_running(NEW)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!(
         (&last["version"], &last["outcome"], &last["stage"]),
         (&NEW.into(), &"updated".into(), &"done".into())
@@ -75,7 +75,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
     let refused = async |what: &str, failed_stage: &str, words: &str| -> Result<()> {
         let ended = stage.apply(NEW).await?.expect(65);
         assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
-        let last = stage.last()?;
+        let last = stage.last_update()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &failed_stage.into()), "{what}");
         stage.assert_untouched().context(what.to_owned())
     };
@@ -160,7 +160,7 @@ async fn keys_are_read_only_from_files_of_root() -> Result<()> {
 async fn release_whose_program_fails_is_never_current() -> Result<()> {
     let stage = Stage::with_release(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
     let refused = stage.apply(NEW).await?.expect(65);
-    assert_eq!(stage.last()?["stage"], "trial", "{}", refused.stderr);
+    assert_eq!(stage.last_update()?["stage"], "trial", "{}", refused.stderr);
     stage.assert_untouched()
 }
 
@@ -171,7 +171,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
     assert!(ended.stdout.contains("the release before runs again"), "{}", ended.stdout);
     stage.assert_running(OLD)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!(
         (&last["outcome"], &last["stage"], &last["requestId"]),
         (&"rolled_back".into(), &"health".into(), &"asked-for-it".into())
@@ -181,7 +181,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     let before = stage.source.requests().len();
     stage.request_update(NEW)?;
     stage.run(&["apply", "--request"], None).await?.expect(0);
-    assert_eq!(stage.last()?["outcome"], "refused");
+    assert_eq!(stage.last_update()?["outcome"], "refused");
     assert_eq!(stage.source.requests().len(), before, "the release was fetched again");
     stage.assert_running(OLD)?;
     assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "a failed release must be removed");
@@ -244,7 +244,7 @@ async fn release_without_a_required_part_is_never_current() -> Result<()> {
         fs::create_dir_all(&has)?;
         let refused = stage.apply(NEW).await?.expect(65);
         assert!(refused.stderr.contains(&format!("lacks {part}")), "{}", refused.stderr);
-        let last = stage.last()?;
+        let last = stage.last_update()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
         stage.assert_untouched()?;
         fs::remove_dir(&has)?;
@@ -269,7 +269,7 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
     fs::write(&path, release.to_string())?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("lacks code-server, agents/claude"), "{}", refused.stderr);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
     stage.assert_untouched()?;
     // A signed manifest that removes only one of them, for every machine.
@@ -364,7 +364,7 @@ async fn assert_completed_after_kills(
         assert!(journal.exists(), "{point}: the journal is missing");
         stage.run(&["apply", "--request"], None).await?.expect(0);
         stage.assert_running(runs).context(point.clone())?;
-        assert_eq!(stage.last()?["outcome"], outcome, "{point}");
+        assert_eq!(stage.last_update()?["outcome"], outcome, "{point}");
         assert_eq!(stage.history()?.len(), 1, "{point}");
         anyhow::Ok(())
     };
@@ -409,7 +409,7 @@ async fn repeatedly_killed_update_is_abandoned() -> Result<()> {
     }
     stage.run(&["resume"], None).await?.expect(0);
     stage.assert_running(OLD)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"restart".into()));
     Ok(())
 }
@@ -426,7 +426,7 @@ async fn failed_step_leaves_a_healthy_release() -> Result<()> {
         stage.run(&["apply", "--version", NEW], Some(&error)).await?;
         stage.assert_running(OLD).context(*point)?;
         let expected = if before.contains(point) { "failed" } else { "rolled_back" };
-        assert_eq!(stage.last()?["outcome"], expected, "{point}");
+        assert_eq!(stage.last_update()?["outcome"], expected, "{point}");
     }
     Ok(())
 }

@@ -100,31 +100,31 @@ impl Source {
         Ok(Self { state, addr })
     }
 
-    fn with<T>(&self, change: impl FnOnce(&mut SourceState) -> T) -> T {
+    fn update_state<T>(&self, change: impl FnOnce(&mut SourceState) -> T) -> T {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub fn replace(&self, content: Vec<u8>) {
-        self.with(|state| state.set(content));
+        self.update_state(|state| state.set(content));
     }
 
     /// Replaces the content after the next request has been handled.
     pub fn replace_after_next_request(&self, content: Vec<u8>) {
-        self.with(|state| state.next = Some(content));
+        self.update_state(|state| state.next = Some(content));
     }
 
     /// Adds another file, or marks it as missing.
     pub fn put(&self, end_of_path: &str, content: Option<Vec<u8>>) {
-        self.with(|state| state.other_files.insert(end_of_path.to_owned(), content));
+        self.update_state(|state| state.other_files.insert(end_of_path.to_owned(), content));
     }
 
     /// Behaves like a server without Range support.
     pub fn disable_ranges(&self) {
-        self.with(|state| state.ranges = false);
+        self.update_state(|state| state.ranges = false);
     }
 
     pub fn requests(&self) -> Vec<BundleRequest> {
-        self.with(|state| state.requests.clone())
+        self.update_state(|state| state.requests.clone())
     }
 }
 

@@ -138,7 +138,7 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
 }
 
 /// Lists the databases, roles and files that a drill may have left.
-async fn leftovers(machine: &Machine) -> Result<Vec<String>> {
+async fn list_leftovers(machine: &Machine) -> Result<Vec<String>> {
     let mut leftovers: Vec<String> =
         machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
     let roles = "SELECT rolname::text FROM pg_roles WHERE rolname ~ '^app_'";
@@ -163,7 +163,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
 
     let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(ended.stdout.contains("1 table, 20000 rows"), "{}", ended.stdout);
-    assert_eq!(leftovers(&machine).await?, ["lock"]);
+    assert_eq!(list_leftovers(&machine).await?, ["lock"]);
     assert_eq!(read_last_check(&machine, "drill")?["status"], "success");
 
     let mut points = vec!["restore.roles", "restore.created", "restore.loaded", "restore.counted"];
@@ -174,7 +174,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup", "drill"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-db-backup", "drill"])?.expect(0);
-        assert_eq!(leftovers(&machine).await?, ["lock"], "after a kill at {point}");
+        assert_eq!(list_leftovers(&machine).await?, ["lock"], "after a kill at {point}");
     }
     for point in svc::host::snapshots::backup::VERIFY_FAILPOINTS {
         let kill = format!("{point}=return(kill)");
@@ -204,7 +204,7 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     machine.run(&["svc-db-backup", "drill"])?.expect(65);
     let check = read_last_check(&machine, "drill")?;
     assert_eq!((&check["status"], &check["key"]), (&"error".into(), &keys[0].as_str().into()), "{check}");
-    assert_eq!(leftovers(&machine).await?, ["app_t", "lock"]);
+    assert_eq!(list_leftovers(&machine).await?, ["app_t", "lock"]);
     // Hourly backups are not delayed.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.run(&["svc-db-backup", "drill"])?.expect(0);

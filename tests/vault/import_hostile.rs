@@ -211,7 +211,7 @@ fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
 }
 
 /// A sparse file, which needs no disk space.
-fn sparse(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
+fn create_sparse_file(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
     let file = File::create(&path)?;
     file.write_all_at(head, 0)?;
     file.set_len(512 + size.next_multiple_of(512) + 1024)?;
@@ -232,9 +232,13 @@ async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
         ("about", b'0', "export.json"),
         ("side", b'0', "database.json"),
     ] {
-        cases.push(sparse(machine.path(name), &header(kind, path, 2 * gib), 2 * gib)?);
+        cases.push(create_sparse_file(machine.path(name), &header(kind, path, 2 * gib), 2 * gib)?);
     }
-    cases.push(sparse(machine.path("manifest"), &header(b'0', "manifest.json", 500 << 20), 500 << 20)?);
+    cases.push(create_sparse_file(
+        machine.path("manifest"),
+        &header(b'0', "manifest.json", 500 << 20),
+        500 << 20,
+    )?);
     // A parser would need twenty bytes of memory for each of these bytes.
     let text = format!("{{\"version\":1,\"entries\":[],\"leftOut\":[{}\"\"]}}", "\"\",".repeat(20_000_000));
     let mut tar = header(b'0', "manifest.json", text.len() as u64);

@@ -8,7 +8,7 @@ use super::platform::{Platform, ScriptedResponse, gateway};
 
 const DIGEST: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
 
-fn registered() -> ScriptedResponse {
+fn registered_response() -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "status": "running", "epoch": 1 }))
 }
 
@@ -31,7 +31,7 @@ async fn machine_with_release(platform: &Platform) -> Result<(Machine, String)> 
 
 #[tokio::test]
 async fn machine_is_registered_once() -> Result<()> {
-    let platform = Platform::start(registered()).await?;
+    let platform = Platform::start(registered_response()).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str())];
     register(&machine, &[], &extra).await?.expect(0);
@@ -55,7 +55,7 @@ async fn machine_is_registered_once() -> Result<()> {
 
 #[tokio::test]
 async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
-    let platform = Platform::start(registered()).await?;
+    let platform = Platform::start(registered_response()).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
     let extra =
         |points: &'static str| [("GATEWAY_LISTEN", listen.clone()), ("FAILPOINTS", points.to_owned())];
@@ -69,7 +69,7 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
         ScriptedResponse::Lost,
         ScriptedResponse::Json(503, json!({})),
         ScriptedResponse::Json(429, json!({})),
-        registered(),
+        registered_response(),
     ]);
     register(&machine, &[], &[("GATEWAY_LISTEN", &listen)]).await?.expect(0);
     let calls = platform.calls();
@@ -101,7 +101,7 @@ async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
 
 #[tokio::test]
 async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> {
-    let platform = Platform::start(registered()).await?;
+    let platform = Platform::start(registered_response()).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
     // The key of another gateway is in place of the machine's.

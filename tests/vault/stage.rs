@@ -153,7 +153,7 @@ impl Stage {
         Ok(())
     }
 
-    pub fn last(&self) -> Result<Value> {
+    pub fn last_update(&self) -> Result<Value> {
         let text = fs::read(self.machine.path("var/lib/svc/update/last.json")).context("last.json")?;
         Ok(serde_json::from_slice(&text)?)
     }

@@ -117,7 +117,7 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     // Manifest and archive are downloaded with the second token; the first is already refused.
     scene.host.apply(NEW).await?.expect(65);
     scene.host.assert_running(OLD)?;
-    assert_eq!(scene.host.last()?["outcome"], "rolled_back");
+    assert_eq!(scene.host.last_update()?["outcome"], "rolled_back");
     // The previous release may read only host.env.
     assert_ne!(scene.token_of_host_env()?, scene.guest.upgrade_token);
     fs::remove_file(scene.host.machine.path(STORED))?;

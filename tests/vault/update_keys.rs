@@ -136,7 +136,7 @@ async fn rolled_back_release_changes_no_key() -> Result<()> {
     publish(&stage, Published::new(NEW, &[("app/broken", "")])?, &[&old, &new], key_set(1, &[&new]))?;
     stage.apply(NEW).await?.expect(65);
     stage.assert_running(OLD)?;
-    assert_eq!(stage.last()?["outcome"], "rolled_back");
+    assert_eq!(stage.last_update()?["outcome"], "rolled_back");
     assert_eq!(fs::read(stage.machine.path(ENV))?, before);
     assert_eq!(read_reported(&stage)?["sequence"], 0);
     publish(&stage, release("2026.3.0")?, &[&old], None)?;
@@ -165,7 +165,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         publish(&stage, release(NEW)?, signers, keys)?;
         let ended = stage.apply(NEW).await?.expect(65);
         assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
-        assert_eq!(stage.last()?["stage"], "manifest", "{what}");
+        assert_eq!(stage.last_update()?["stage"], "manifest", "{what}");
         stage.assert_untouched().context(what)?;
         assert_eq!(fs::read(stage.machine.path(ENV))?, before, "{what}");
     }
@@ -233,7 +233,7 @@ async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         stage.run(&["apply", "--request"], None).await?.expect(0);
         stage.assert_running(OLD).context(point)?;
-        assert_eq!(stage.last()?["outcome"], "rolled_back", "{point}");
+        assert_eq!(stage.last_update()?["outcome"], "rolled_back", "{point}");
         assert_eq!(read_trusted(&stage)?, expected_keys("", &[old]), "{point}");
         anyhow::Ok(())
     };

@@ -73,7 +73,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     assert!(table.contains("has been waiting for a snapshot since"), "{table}");
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(70);
     stage.assert_running(OLD)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
     let error = last["error"].as_str().unwrap_or_default();
     assert!(error.contains("--without-snapshot") && error.contains("svc-db-backup"), "{error}");

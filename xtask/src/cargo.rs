@@ -48,6 +48,6 @@ pub fn succeed(mut command: Command) -> Result<()> {
 }
 
 /// Returns whether a cargo subcommand is installed.
-pub fn has(subcommand: &str) -> bool {
+pub fn has_subcommand(subcommand: &str) -> bool {
     command(&[subcommand, "--version"]).output().is_ok_and(|output| output.status.success())
 }

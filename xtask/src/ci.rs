@@ -51,19 +51,22 @@ const QUICK_CHECKS: [&[Check]; 3] = [
     &[("house", || tests(&["--package", "house"]))],
 ];
 
-pub fn rest() -> Result<ExitCode> {
+pub fn run_rest() -> Result<ExitCode> {
     run("ci --rest", &REST_CHECKS)
 }
 
-pub fn check() -> Result<ExitCode> {
+pub fn run_quick() -> Result<ExitCode> {
     run("check", &QUICK_CHECKS)
 }
 
 /// Runs tests with nextest where it is installed.
 fn tests(which: &[&str]) -> Result<Outcome> {
-    let runner: &[&str] = if cargo::has("nextest") { &["nextest", "run"] } else { &["test"] };
-    let quiet: &[&str] =
-        if cargo::has("nextest") { &["--status-level", "fail", "--cargo-quiet"] } else { &["--quiet"] };
+    let runner: &[&str] = if cargo::has_subcommand("nextest") { &["nextest", "run"] } else { &["test"] };
+    let quiet: &[&str] = if cargo::has_subcommand("nextest") {
+        &["--status-level", "fail", "--cargo-quiet"]
+    } else {
+        &["--quiet"]
+    };
     run_cargo(&[runner, which, quiet].concat())
 }
 
@@ -154,7 +157,7 @@ fn advisories() -> Result<Outcome> {
 
 /// cargo-deny from the path, or installed once into `target/tools`.
 fn cargo_deny() -> Result<Command> {
-    if cargo::has("deny") {
+    if cargo::has_subcommand("deny") {
         return Ok(cargo::command(&["deny", "--workspace"]));
     }
     let tools = kit::fetch::target_dir().join("tools");

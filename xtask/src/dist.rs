@@ -35,14 +35,14 @@ const SOURCES: [&str; 6] = ["src", "migrations", "cloud-init", "build.rs", "Carg
 pub fn up_to_date() -> Result<PathBuf> {
     let svc = fetch::target_dir().join("dist/svc");
     if svc.is_file() {
-        let Some(reason) = outdated(&svc, &cargo::root())? else { return Ok(svc) };
+        let Some(reason) = outdated_reason(&svc, &cargo::root())? else { return Ok(svc) };
         println!("dist: rebuilding {}: {reason}", svc.display());
     }
     build()
 }
 
 /// Why an executable does not match the sources at `root`. Without git it is assumed to match.
-fn outdated(svc: &Path, root: &Path) -> Result<Option<String>> {
+fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let git = |args: &[&str]| {
         let mut git = Command::new("git");
         git.args(args).current_dir(root);
@@ -202,7 +202,7 @@ mod tests {
         fs::create_dir_all(root.join("src")).unwrap();
         fs::write(&source, "fn main() {}").unwrap();
         program(&svc, "of-an-archive");
-        let why = || outdated(&svc, &root).unwrap();
+        let why = || outdated_reason(&svc, &root).unwrap();
         assert_eq!(why(), None, "without git it is assumed to match");
 
         let git = |args: &[&str]| {

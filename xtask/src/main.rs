@@ -126,8 +126,8 @@ fn main() -> ExitCode {
         Command::Docs { check } => docs::run(check),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Deb { check, svc } => deb(check, svc),
-        Command::Check => ci::check(),
-        Command::Ci { .. } => ci::rest(),
+        Command::Check => ci::run_quick(),
+        Command::Ci { .. } => ci::run_rest(),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

@@ -46,7 +46,7 @@ fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
 
 /// Runs the tests with the available runner.
 fn run_tests(long: bool, filters: &[String], variables: Variables) -> Result<ExitCode> {
-    if cargo::has("nextest") {
+    if cargo::has_subcommand("nextest") {
         let mut nextest = cargo::command(&["nextest", "run", "--workspace", "--no-fail-fast"]);
         if long {
             nextest.args(["--run-ignored", "all"]);

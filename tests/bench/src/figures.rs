@@ -78,7 +78,7 @@ impl Tally {
                 (Some(Figure::from_samples(theirs)?), median(&paired))
             }
         };
-        let holds = spec.target.holds(ours_figure.median, ratio);
+        let holds = spec.target.is_met(ours_figure.median, ratio);
         Some(Row {
             name: spec.name,
             unit: spec.unit,
@@ -93,7 +93,7 @@ impl Tally {
 }
 
 impl Target {
-    fn holds(self, ours: f64, ratio: Option<f64>) -> Option<bool> {
+    fn is_met(self, ours: f64, ratio: Option<f64>) -> Option<bool> {
         match self {
             Self::RatioAtLeast(min) => Some(ratio.is_some_and(|ratio| ratio >= min)),
             Self::RatioAtMost(max) => Some(ratio.is_some_and(|ratio| ratio <= max)),

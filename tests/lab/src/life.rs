@@ -24,7 +24,7 @@ const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
-    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc, release::small).await?;
+    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc, release::small_options).await?;
     Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
 }
 

@@ -25,15 +25,15 @@ pub fn prepare() -> Result<()> {
 }
 
 /// Like [`small`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
-pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
-    let mut options = small(svc, postgres, version, dir)?;
+pub fn full_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+    let mut options = small_options(svc, postgres, version, dir)?;
     apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
     options.runtime.extend(runtime::gather(&runtime::full(&[])?)?);
     Ok(options)
 }
 
 /// Options of a bundle that boots on a machine; its parts are assembled in `dir`.
-pub fn small(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+pub fn small_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = Options::new(svc, version, &dir.join("out"))?;
     options.runtime.push(runtime::copy_client_tools(postgres, &dir.join("postgres"))?);
     Ok(options)

@@ -23,7 +23,7 @@ const FULL_VERSION: &str = "story-5";
 /// Deploys a release with a rollout: canary, health check, record.
 pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = stack.web.titles(&stack.owner()).await?;
-    publish_as(stack, SECOND_VERSION, &stack.svc, release::small).await?;
+    publish_as(stack, SECOND_VERSION, &stack.svc, release::small_options).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", SECOND_VERSION, "--no-verify", "--yes", "--wait=800"];
     let rollout: Value = stack.svcctl(&args).await?.success()?.json()?;
@@ -44,7 +44,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;
     let previous = current_release(stack, machine).await?;
-    publish_as(stack, CUT_VERSION, &stack.svc, release::small).await?;
+    publish_as(stack, CUT_VERSION, &stack.svc, release::small_options).await?;
     let run =
         stack.svcctl(&["--json", "deploy", "start", CUT_VERSION, "--no-verify", "--yes"]).await?.success()?;
     let rollout: Value = run.json()?;
@@ -98,7 +98,7 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
     );
     fs::write(&svc, script)?;
     fs::set_permissions(&svc, fs::Permissions::from_mode(0o755))?;
-    publish_as(stack, BROKEN_VERSION, &svc, release::small).await?;
+    publish_as(stack, BROKEN_VERSION, &svc, release::small_options).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN_VERSION, "--yes", "--wait=800"]).await?;
     ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
     let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
@@ -128,7 +128,7 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
 /// Deploys a release with all parts: only the owner reaches the shell and code-server.
 pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full).await?;
+    let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full_options).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", FULL_VERSION, "--yes", "--wait=1200"];
     let rollout: Value =

@@ -144,7 +144,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     disk.fill(10 * MIB)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"preflight".into()), "{last}");
     stage.assert_untouched()?;
     disk.empty()?;
@@ -156,7 +156,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     };
     let ended = apply_on_full_disk(&stage, &disk, "update.downloading=sleep(1000)", begun).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
     disk.empty()?;
     stage.assert_untouched()?;
@@ -186,7 +186,7 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     disk.empty()?;
     stage.run(&["resume"], None).await?.expect(0);
     stage.assert_running(NEW)?;
-    assert_eq!(stage.last()?["outcome"], "updated");
+    assert_eq!(stage.last_update()?["outcome"], "updated");
     Figures { faults_tried: 2, ..Figures::new("full disks of journals") }.record()
 }
 
@@ -199,7 +199,7 @@ async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     Published::new(NEW, &[(&unit, &long)])?.serve(&stage.source)?;
     disk.fill(0)?;
     stage.apply(NEW).await?.expect(65);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"units".into()), "{last}");
     assert!(last["error"].as_str().is_some_and(|why| why.contains("No space left")), "{last}");
     disk.empty()?;
@@ -207,6 +207,6 @@ async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     let current = fs::read_link(stage.machine.path("opt/svc/current"))?;
     assert!(current.ends_with(OLD), "{}", current.display());
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
-    assert_eq!(stage.last()?["outcome"], "updated");
+    assert_eq!(stage.last_update()?["outcome"], "updated");
     Figures { faults_tried: 1, ..Figures::new("full disks of units") }.record()
 }

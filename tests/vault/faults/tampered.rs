@@ -24,12 +24,12 @@ struct Objects<'a> {
 }
 
 impl<'a> Objects<'a> {
-    fn of(store: &'a S3Server) -> Result<Self> {
+    fn read(store: &'a S3Server) -> Result<Self> {
         let path = dump_key(store);
         let read = |path: &str| store.read(BUCKET, path).with_context(|| path.to_owned());
         Ok(Self {
             store,
-            pointer: serde_json::from_slice(&read(&latest())?)?,
+            pointer: serde_json::from_slice(&read(&pointer_key())?)?,
             side: serde_json::from_slice(&read(&format!("{path}.json"))?)?,
             dump: read(&path)?,
             key: path.strip_prefix(&format!("{USER}/primary/")).context("a key")?.to_owned(),
@@ -51,7 +51,7 @@ impl<'a> Objects<'a> {
             self.store.remove(BUCKET, &key);
         }
         self.store.write(BUCKET, &entry(seq.min(1 << 53)), pointer.to_string());
-        self.store.write(BUCKET, &latest(), pointer.to_string());
+        self.store.write(BUCKET, &pointer_key(), pointer.to_string());
         self.store.write(BUCKET, &self.path(".json"), side.to_string());
         self.store.write(BUCKET, &self.path(""), dump.to_vec());
     }
@@ -78,10 +78,10 @@ impl<'a> Objects<'a> {
 
     /// Stores another dump with a matching record and pointer, so that only its content reveals it.
     fn with_dump(&self, dump: &[u8]) {
-        self.forged(dump, &hex::encode(Sha256::digest(dump)));
+        self.put_forged(dump, &hex::encode(Sha256::digest(dump)));
     }
 
-    fn forged(&self, dump: &[u8], sha256: &str) {
+    fn put_forged(&self, dump: &[u8], sha256: &str) {
         let (mut pointer, mut side) = (self.pointer.clone(), self.side.clone());
         for record in [&mut pointer["snapshot"], &mut side] {
             record["sha256"] = sha256.into();
@@ -91,7 +91,7 @@ impl<'a> Objects<'a> {
     }
 }
 
-fn latest() -> String {
+fn pointer_key() -> String {
     format!("{USER}/primary/system/db/latest")
 }
 
@@ -119,7 +119,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
         }),
         ("a digest that leads to another file", "no SHA-256", |objects| {
-            objects.forged(&objects.dump, "../../../../outside");
+            objects.put_forged(&objects.dump, "../../../../outside");
         }),
         ("a side record that is not JSON", "its side record", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
@@ -177,7 +177,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
 #[tokio::test]
 async fn every_tampered_object_is_refused() -> Result<()> {
     let (store, _old, new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     let table = table();
     let rows = table.len() as u64;
     for (name, expected_error, tamper) in table {
@@ -217,7 +217,7 @@ fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
 #[tokio::test]
 async fn record_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
     let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
     type Change = fn(&mut Value, &str);
@@ -259,7 +259,7 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
 #[tokio::test]
 async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     let (store, old, new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), &Fence::unsigned(Epoch(2), new.id))
         .await?;
     old.run(&["svc-db-backup"])?.expect(77);
@@ -279,15 +279,15 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
 #[tokio::test]
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
     let (store, old, _new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     let kept = |machine: &Machine, code: i32, expected_error: &str, name: &str| -> Result<()> {
-        let before = store.read(BUCKET, &latest());
+        let before = store.read(BUCKET, &pointer_key());
         let ended = machine.run(&["svc-db-backup"])?;
         assert_eq!(ended.code, Some(code), "{name}: {}", ended.stderr);
         let line = machine.backup_records()?.pop().context("a record")?;
         let error = line["error"].as_str().unwrap_or_default();
         ensure!(error.contains(expected_error) && line["stage"] == "gate", "{name}: {line}");
-        ensure!(store.read(BUCKET, &latest()) == before, "{name}: the pointer was overwritten");
+        ensure!(store.read(BUCKET, &pointer_key()) == before, "{name}: the pointer was overwritten");
         Ok(())
     };
     for (name, expected_error, text) in [
@@ -299,7 +299,7 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
         ),
         ("nothing", "is not readable", String::new()),
     ] {
-        store.write(BUCKET, &latest(), text);
+        store.write(BUCKET, &pointer_key(), text);
         kept(&old, 70, expected_error, name)?;
     }
     objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());

@@ -12,7 +12,7 @@ use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 const APPLY: [&str; 2] = ["apply", "--request"];
 
 /// Returns the version of the current release, after a check that it is complete.
-fn current(stage: &Stage) -> Result<String> {
+fn current_version(stage: &Stage) -> Result<String> {
     let opt = stage.machine.path("opt/svc");
     let link = fs::read_link(opt.join("current")).context("there is no current release")?;
     let version = link.strip_prefix("releases")?.to_string_lossy().into_owned();
@@ -37,7 +37,7 @@ struct Campaign {
 impl Campaign {
     /// Checks that after a kill, the current release is the previous or the requested one, without parts of another.
     fn check_state(&self, to: &str) -> Result<()> {
-        let current = current(&self.stage)?;
+        let current = current_version(&self.stage)?;
         if current != self.version && current != to {
             bail!("{current} is current, neither {} nor {to}", self.version);
         }
@@ -64,7 +64,7 @@ impl Campaign {
     /// Checks that the update is complete: its release runs with its units, no step is open, and it is reported once.
     fn check_completed(&mut self, to: &str) -> Result<()> {
         self.updates += 1;
-        ensure!(current(&self.stage)? == to, "{to} is not current");
+        ensure!(current_version(&self.stage)? == to, "{to} is not current");
         self.stage.assert_running(to)?;
         assert_no_temporary_file(&self.stage.machine.path("var/lib/svc/update"))?;
         let history = self.stage.history()?;
@@ -109,21 +109,21 @@ async fn long_updates_survive_200_kills() -> Result<()> {
     run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 
-/// Tests [`current`] itself.
+/// Tests [`current_version`] itself.
 #[tokio::test(flavor = "multi_thread")]
 async fn incomplete_release_is_detected() -> Result<()> {
     let stage = Stage::new().await?;
-    assert_eq!(current(&stage)?, OLD);
+    assert_eq!(current_version(&stage)?, OLD);
     let part = stage.machine.path("opt/svc/current/runtime/noise/7");
     let complete = fs::read(&part)?;
     fs::write(&part, &complete[..31_000])?;
-    assert!(current(&stage).is_err(), "a part is truncated");
+    assert!(current_version(&stage).is_err(), "a part is truncated");
     fs::remove_file(&part)?;
-    assert!(current(&stage).is_err(), "a part is missing");
+    assert!(current_version(&stage).is_err(), "a part is missing");
     fs::write(&part, &complete)?;
     fs::write(stage.machine.path("opt/svc/current/bin/svc"), "")?;
-    assert!(current(&stage).is_err(), "the program differs");
+    assert!(current_version(&stage).is_err(), "the program differs");
     fs::remove_file(stage.machine.path("opt/svc/current"))?;
-    assert!(current(&stage).is_err(), "there is no release");
+    assert!(current_version(&stage).is_err(), "there is no release");
     Ok(())
 }
