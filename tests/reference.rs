@@ -135,7 +135,7 @@ fn assert_current(pages: &[File], parts: &[Part]) {
 fn generated_parts_of_pages_are_current() {
     let pages = files();
     let mut parts = parts();
-    parts.push(stores::as_written(&pages));
+    parts.push(stores::read_current_table(&pages));
     assert_current(&pages, &parts);
 }
 

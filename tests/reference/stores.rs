@@ -18,7 +18,7 @@ const RACE_LIMITS: RaceLimits = RaceLimits { rounds: 8, timeout: Duration::from_
 const NAME: &str = "stores";
 
 /// The table that the pages have, for the quick test, which starts no stores.
-pub fn as_written(pages: &[File]) -> Part {
+pub fn read_current_table(pages: &[File]) -> Part {
     let marker = format!("{BEGIN}{NAME}{BEGIN_END}\n");
     let written = pages.iter().find_map(|page| {
         let after = page.path.starts_with("docs/").then(|| page.text.split_once(&marker)).flatten()?.1;

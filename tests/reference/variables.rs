@@ -36,7 +36,7 @@ pub fn parts() -> Vec<Part> {
 /// The properties that all variables share are printed once, above the table.
 fn render(sections: &[&'static Section]) -> String {
     let first = sections[0];
-    let rows = sections.iter().flat_map(|section| Row::of_section(section)).collect::<Vec<_>>();
+    let rows = sections.iter().flat_map(|section| Row::rows_of(section)).collect::<Vec<_>>();
     let has_one_source = rows.iter().all(|row| row.source == first.source);
     let has_same_readers = rows.iter().all(|row| row.readers == first.readers);
     let mut common = Vec::new();
@@ -67,7 +67,7 @@ struct Row {
 }
 
 impl Row {
-    fn of_section(section: &'static Section) -> impl Iterator<Item = Self> {
+    fn rows_of(section: &'static Section) -> impl Iterator<Item = Self> {
         section.variables.iter().map(|variable| Self {
             variable,
             source: variable.source.unwrap_or(section.source),

@@ -131,7 +131,7 @@ impl Fleet {
         let share = REQUESTS.div_ceil(USERS as u32);
         while sent < share {
             sent += 1;
-            let (operation, method, path, body) = match rng.weighted(&[3, 3, 2, 2, 2, 1]) {
+            let (operation, method, path, body) = match rng.pick_weighted(&[3, 3, 2, 2, 2, 1]) {
                 0 => ("provision", Method::POST, path("/vps/provision"), Some(provision.clone())),
                 1 => ("recover", Method::POST, path("/vps/recover"), Some(recover.clone())),
                 2 => {

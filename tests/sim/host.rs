@@ -87,7 +87,7 @@ impl Host {
 
     /// Restores the slot's latest snapshot, once per disk. Returns `false` if that is currently not possible.
     pub async fn boot(&self, store: &Arc<Store>, rows: &Rows) -> anyhow::Result<bool> {
-        if rows.on_disk(&self.machine).is_some() {
+        if rows.rows_on_disk(&self.machine).is_some() {
             return Ok(true);
         }
         let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
@@ -133,8 +133,10 @@ impl Host {
         if !self.boot(store, rows).await? {
             return Ok("no data restored yet");
         }
-        let dump =
-            Dump { machine: self.machine.clone(), rows: rows.on_disk(&self.machine).unwrap_or_default() };
+        let dump = Dump {
+            machine: self.machine.clone(),
+            rows: rows.rows_on_disk(&self.machine).unwrap_or_default(),
+        };
         let content = Bytes::from(serde_json::to_vec(&dump)?);
         let path = slot.snapshot(&key).expect("the key of a snapshot");
         let mut upload = Upload::begin(&bucket, &path, PartLayout::for_max_bytes(1 << 20)).await?;

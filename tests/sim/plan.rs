@@ -256,7 +256,7 @@ const ACCEPT_LOSS_PERCENT: u64 = 30;
 fn step(rng: &mut Rng, action: Action) -> Step {
     let twice = rng.percent(12);
     let key = (twice || rng.percent(45)).then(|| rng.below(2) as u8);
-    let wait_ms = [0, 2, 15, 60, 250][rng.weighted(&[2, 3, 3, 3, 1])];
+    let wait_ms = [0, 2, 15, 60, 250][rng.pick_weighted(&[2, 3, 3, 3, 1])];
     Step { via: rng.below(PROCESSES), action, twice, key, wait_ms }
 }
 
@@ -296,7 +296,7 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
     // Mostly one of the newest machines, which have the most activity.
     let host = if rng.percent(70) { rng.below(3) } else { rng.below(64) };
     let process = rng.below(PROCESSES);
-    match rng.weighted(&weights) {
+    match rng.pick_weighted(&weights) {
         0 => Action::Subscribe { slot },
         1 => Action::Provision { slot, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
         2 => Action::Recover { slot, empty: rng.percent(70), accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },

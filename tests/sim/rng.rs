@@ -30,7 +30,7 @@ impl Rng {
     }
 
     /// An index of `weights`, chosen in proportion to its weight.
-    pub fn weighted(&mut self, weights: &[u32]) -> usize {
+    pub fn pick_weighted(&mut self, weights: &[u32]) -> usize {
         let mut offset = self.next() % u64::from(weights.iter().sum::<u32>());
         for (index, weight) in weights.iter().enumerate() {
             if offset < u64::from(*weight) {

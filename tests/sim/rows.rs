@@ -44,7 +44,7 @@ impl Rows {
     }
 
     /// `None` if no data was restored to the disk.
-    pub fn on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
+    pub fn rows_on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
         self.state().disks.get(machine).map(|disk| disk.rows.clone())
     }
 

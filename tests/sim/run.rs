@@ -84,7 +84,7 @@ fn start_s3() -> Result<StoreWithServer> {
 /// Runs seeds, several at a time, and panics with the log of the first violation. `SVC_SIM_SEED` runs only that seed,
 /// and `SVC_SIM_FROM` resumes a long run at that seed.
 pub async fn assert_seeds_hold(seeds: std::ops::Range<u64>, parts: Parts, concurrency: usize) -> Counts {
-    let seeds = match (seed_of("SVC_SIM_SEED"), seed_of("SVC_SIM_FROM")) {
+    let seeds = match (read_seed("SVC_SIM_SEED"), read_seed("SVC_SIM_FROM")) {
         (Some(seed), _) if seeds.contains(&seed) => seed..seed + 1,
         (None, Some(from)) => seeds.start.max(from)..seeds.end,
         (None, None) => seeds,
@@ -126,7 +126,7 @@ pub async fn assert_seeds_hold(seeds: std::ops::Range<u64>, parts: Parts, concur
     counts
 }
 
-fn seed_of(variable: &str) -> Option<u64> {
+fn read_seed(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{variable} is not a number")))
 }

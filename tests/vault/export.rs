@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use kit::s3::S3Server;
 use serde_json::Value;
 
-use super::machine::{self, Ended, Machine};
+use super::machine::{self, Machine, RunResult};
 
 const NOTES: &str = "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTHORIZATION app_notes; \
      CREATE TABLE app_notes.notes (id int PRIMARY KEY, body text); ALTER TABLE app_notes.notes OWNER TO app_notes; \
@@ -44,7 +44,7 @@ async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
     Ok((machine, archive))
 }
 
-fn run_import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<Ended> {
+fn run_import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<RunResult> {
     let words = ["svc-restore", "import", archive.to_str().context("a path")?];
     let words: Vec<&str> = words.iter().chain(more).copied().collect();
     machine.run(&words)

@@ -10,11 +10,11 @@ use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
 use super::machine::{
-    self, BUCKET, Ended, Extra, Machine, USER, path_str, slot, tools_with_script, wait_until,
+    self, BUCKET, Machine, RunEnv, RunResult, USER, path_str, slot, tools_with_script, wait_until,
 };
 use super::platform::{Platform, ScriptedResponse};
 
-pub const SHORT_DEADLINE: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+pub const SHORT_DEADLINE: RunEnv<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
 /// The database of a new machine before its restore: one empty table, which identifies it.
 const LOCAL_TABLE: &str = "CREATE TABLE local (id int)";
 
@@ -109,7 +109,7 @@ pub async fn assert_untouched(machine: &Machine, why: &str) -> Result<()> {
     Ok(())
 }
 
-fn run_restore(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
+fn run_restore(machine: &Machine, extra: RunEnv<'_>) -> Result<RunResult> {
     machine.run_with(&["svc-restore"], extra)
 }
 

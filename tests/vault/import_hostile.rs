@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use svc::host::snapshots::archive::{ArchiveEntry, sha256};
 use svc::host::system::tar_reader::EntryKind;
 
-use super::machine::{self, Ended, Machine};
+use super::machine::{self, Machine, RunResult};
 
 /// The text that a hostile statement replaces: a comment, which `pg_restore` sends exactly as in the dump.
 const COMMENT: &str = "COMMENT ON TABLE app_notes.notes IS '";
@@ -92,7 +92,7 @@ impl ValidArchive {
     }
 }
 
-fn run_import(machine: &Machine, archive: &Path) -> Result<Ended> {
+fn run_import(machine: &Machine, archive: &Path) -> Result<RunResult> {
     machine.run(&["svc-restore", "import", archive.to_str().context("a path")?, "--no-backup"])
 }
 

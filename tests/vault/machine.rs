@@ -72,7 +72,7 @@ pub async fn pointer(store: &S3Server) -> Result<Option<Pointer>> {
 
 /// The result of a run.
 #[derive(Debug)]
-pub struct Ended {
+pub struct RunResult {
     /// `None` if killed by a signal.
     pub code: Option<i32>,
     pub signal: Option<i32>,
@@ -80,7 +80,7 @@ pub struct Ended {
     pub stderr: String,
 }
 
-impl Ended {
+impl RunResult {
     #[track_caller]
     pub fn expect(self, code: i32) -> Self {
         assert_eq!(self.code, Some(code), "signal {:?}, stderr:\n{}", self.signal, self.stderr);
@@ -111,7 +111,7 @@ pub struct Machine {
 }
 
 /// Variables of a single run, for example `FAILPOINTS`.
-pub type Extra<'a> = &'a [(&'a str, &'a str)];
+pub type RunEnv<'a> = &'a [(&'a str, &'a str)];
 
 impl Machine {
     /// A machine whose own PostgreSQL contains an empty database `svc`.
@@ -237,7 +237,7 @@ impl Machine {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    pub fn spawn(&self, words: &[&str], extra: Extra<'_>) -> Result<Running> {
+    pub fn spawn(&self, words: &[&str], extra: RunEnv<'_>) -> Result<Running> {
         let out = tempfile::NamedTempFile::new()?;
         let err = tempfile::NamedTempFile::new()?;
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
@@ -253,11 +253,11 @@ impl Machine {
     }
 
     /// Runs an applet until it exits.
-    pub fn run_with(&self, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
+    pub fn run_with(&self, words: &[&str], extra: RunEnv<'_>) -> Result<RunResult> {
         self.spawn(words, extra)?.wait()
     }
 
-    pub fn run(&self, words: &[&str]) -> Result<Ended> {
+    pub fn run(&self, words: &[&str]) -> Result<RunResult> {
         self.run_with(words, &[])
     }
 
@@ -299,11 +299,11 @@ impl Running {
         fs::read_to_string(self.err.path()).unwrap_or_default()
     }
 
-    pub fn wait(mut self) -> Result<Ended> {
+    pub fn wait(mut self) -> Result<RunResult> {
         let Some(status) = self.child.wait(RUN_TIMEOUT) else {
             bail!("still running after {RUN_TIMEOUT:?}:\n{}", self.stderr());
         };
-        Ok(Ended {
+        Ok(RunResult {
             code: status.code(),
             signal: status.signal(),
             stdout: fs::read_to_string(self.out.path())?,

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use serde_json::json;
 
-use super::machine::{Ended, Extra, Machine};
+use super::machine::{Machine, RunEnv, RunResult};
 use super::platform::{Platform, ScriptedResponse, gateway};
 
 const DIGEST: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
@@ -13,7 +13,7 @@ fn registered_response() -> ScriptedResponse {
 }
 
 /// Runs on another thread, because the test's runtime serves platform and gateway.
-async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
+async fn register(machine: &Machine, words: &[&str], extra: RunEnv<'_>) -> Result<RunResult> {
     let words: Vec<&str> = ["svc-register"].iter().chain(words).copied().collect();
     let running = machine.spawn(&words, extra)?;
     tokio::task::spawn_blocking(move || running.wait()).await?

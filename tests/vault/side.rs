@@ -40,7 +40,7 @@ pub async fn machine_with_side_database(store: &S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-pub fn run_side(machine: &Machine, words: &[&str]) -> Result<machine::Ended> {
+pub fn run_side(machine: &Machine, words: &[&str]) -> Result<machine::RunResult> {
     let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
     machine.run(&words)
 }
@@ -307,7 +307,7 @@ async fn killed_command_is_completed() -> Result<()> {
     let killed = |words: &[&str], point: &str| {
         let points = format!("{point}=return(kill)");
         let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
-        machine.run_with(&words, &[("FAILPOINTS", &points)]).map(machine::Ended::expect_killed)
+        machine.run_with(&words, &[("FAILPOINTS", &points)]).map(machine::RunResult::expect_killed)
     };
     killed(&["open"], "side.loaded")?;
     assert_eq!(read_state(&machine)?["status"], "opening");

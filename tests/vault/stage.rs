@@ -11,7 +11,7 @@ use kit::bundle::{Manifest, SigningKey};
 use serde_json::Value;
 
 use super::bundle::{self, Source};
-use super::machine::{Ended, Machine, Running};
+use super::machine::{Machine, RunResult, Running};
 
 pub const OLD: &str = "2026.1.0";
 pub const NEW: &str = "2026.2.0";
@@ -125,7 +125,7 @@ impl Stage {
         Ok(stage)
     }
 
-    pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<Ended> {
+    pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<RunResult> {
         let running = self.spawn_with(words, failpoints)?;
         tokio::task::spawn_blocking(move || running.wait()).await?
     }
@@ -142,7 +142,7 @@ impl Stage {
         self.machine.spawn(&words, &env)
     }
 
-    pub async fn apply(&self, version: &str) -> Result<Ended> {
+    pub async fn apply(&self, version: &str) -> Result<RunResult> {
         self.run(&["apply", "--version", version], None).await
     }
 

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use svc::store::meta::VpsMeta;
 
-use super::machine::{self, BUCKET, Ended, Machine, Running, USER, wait_until};
+use super::machine::{self, BUCKET, Machine, RunResult, Running, USER, wait_until};
 use super::platform::{Platform, ScriptedResponse, gateway};
 
 fn accepted_heartbeat() -> ScriptedResponse {
@@ -19,7 +19,7 @@ fn accepted_heartbeat() -> ScriptedResponse {
     )
 }
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 

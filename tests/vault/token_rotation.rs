@@ -7,7 +7,7 @@ use anyhow::Result;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use super::machine::{self, Ended, Machine, Running, wait_until};
+use super::machine::{self, Machine, RunResult, Running, wait_until};
 use super::platform::{Platform, ScriptedResponse};
 
 const FILE: &str = "var/lib/svc/upgrade-token.json";
@@ -21,7 +21,7 @@ fn response_with_token(token: &str) -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "superseded": false, "nextToken": token }))
 }
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use kit::net::Proxy;
 
 use super::bundle::{self, Source};
-use super::machine::{Ended, Extra, Machine};
+use super::machine::{Machine, RunEnv, RunResult};
 
 const VERSION: &str = "2026.1.0";
 
@@ -26,7 +26,7 @@ fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
 }
 
 /// Runs on another thread, because the test's runtime serves the bundle.
-async fn boot(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
+async fn boot(machine: &Machine, extra: RunEnv<'_>) -> Result<RunResult> {
     let running = machine.spawn(&["svc-update", "boot"], extra)?;
     tokio::task::spawn_blocking(move || running.wait()).await?
 }

@@ -9,7 +9,7 @@ use kit::bundle::{KeySet, SigningKey};
 use serde_json::{Value, json};
 use svc::host::update::{KEY_FAILPOINTS, ROLLBACK_FAILPOINTS};
 
-use super::machine::Ended;
+use super::machine::RunResult;
 use super::stage::{NEW, OLD, Published, Stage, key};
 
 const ENV: &str = "opt/svc/env/update.env";
@@ -66,7 +66,7 @@ fn read_reported(stage: &Stage) -> Result<Value> {
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
 
-fn assert_refused_by_key(ended: &Ended) {
+fn assert_refused_by_key(ended: &RunResult) {
     assert!(ended.stderr.contains("none of the keys that are trusted here"), "{}", ended.stderr);
 }
 

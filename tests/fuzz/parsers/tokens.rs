@@ -58,7 +58,7 @@ fn verified_claims(token: &str) -> Option<Value> {
 }
 
 /// Returns copies of the token with one byte changed, at positions throughout it.
-fn altered(token: &str) -> impl Iterator<Item = String> {
+fn altered_tokens(token: &str) -> impl Iterator<Item = String> {
     let step = (token.len() / 24).max(1);
     (0..token.len()).step_by(step).chain(token.len().checked_sub(1)).filter_map(|at| {
         let mut bytes = token.as_bytes().to_vec();
@@ -75,7 +75,7 @@ fn check_signature_is_required<T>(
 ) -> Result<Option<Value>, String> {
     let payload =
         verified_payload(token).ok_or_else(|| format!("{token} was accepted without a valid signature"))?;
-    match altered(token).find(|altered| accept(altered).is_some()) {
+    match altered_tokens(token).find(|altered| accept(altered).is_some()) {
         Some(altered) => Err(format!("{altered}, which differs from {token} in one byte, was accepted")),
         None => Ok(serde_json::from_slice(&payload).ok()),
     }

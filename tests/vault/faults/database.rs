@@ -9,14 +9,14 @@ use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
 use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_new, reset};
-use super::super::machine::{self, BUCKET, Ended, Machine, Running, wait_until};
+use super::super::machine::{self, BUCKET, Machine, RunResult, Running, wait_until};
 use super::witness::Witness;
 
 /// A table larger than one part of an upload.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 

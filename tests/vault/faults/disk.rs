@@ -9,7 +9,7 @@ use kit::disk::SmallDisk;
 use kit::long::Figures;
 
 use super::super::gate::{assert_untouched, is_restored, old_and_new, reset};
-use super::super::machine::{self, Ended, Machine, Running, wait_until};
+use super::super::machine::{self, Machine, RunResult, Running, wait_until};
 use super::super::stage::{NEW, OLD, Published, Stage};
 use super::witness::Witness;
 
@@ -17,7 +17,7 @@ const MIB: u64 = 1 << 20;
 /// Runs keep 64 MiB free.
 const FREE_MIB: u64 = 160;
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
@@ -60,7 +60,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
 }
 
 /// Fills the disk while the restore is at a point that its databases reveal, and waits for its end.
-async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<Ended> {
+async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<RunResult> {
     let slow = format!("{point}=sleep(2500)");
     let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
@@ -128,7 +128,7 @@ async fn apply_on_full_disk(
     disk: &SmallDisk,
     point: &str,
     when: impl FnMut() -> bool,
-) -> Result<Ended> {
+) -> Result<RunResult> {
     let running = stage.spawn_with(&["apply", "--version", NEW], Some(point))?;
     wait_until("the time to fill the disk", when).await?;
     disk.fill(0)?;

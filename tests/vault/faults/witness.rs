@@ -14,11 +14,11 @@ use super::super::machine::{BUCKET, USER};
 pub struct Witness<'a> {
     store: &'a S3Server,
     /// Complete snapshots, by key.
-    complete: BTreeMap<String, Seen>,
+    complete: BTreeMap<String, SeenSnapshot>,
     seq: u64,
 }
 
-struct Seen {
+struct SeenSnapshot {
     etags: (String, String),
     side: SideRecord,
 }
@@ -63,7 +63,7 @@ impl<'a> Witness<'a> {
         for (key, etag) in &etags {
             let side = etags.get(&format!("{key}.json"));
             if let Some(side) = side.filter(|_| !self.complete.contains_key(key)) {
-                let seen = Seen { etags: (etag.clone(), side.clone()), side: self.read(&root, key)? };
+                let seen = SeenSnapshot { etags: (etag.clone(), side.clone()), side: self.read(&root, key)? };
                 self.complete.insert(key.clone(), seen);
             }
         }

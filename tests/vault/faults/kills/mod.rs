@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use nix::sys::signal::Signal;
 
-use super::super::machine::{Ended, Running};
+use super::super::machine::{RunResult, Running};
 use crate::sim::rng::Rng;
 
 /// Kills in the short form.
@@ -31,7 +31,7 @@ fn assert_no_temporary_file(dir: &Path) -> Result<()> {
 }
 
 /// Whether a run was refused because a program that a killed run was starting still holds the lock.
-fn is_locked_out(ended: &Ended) -> bool {
+fn is_locked_out(ended: &RunResult) -> bool {
     ended.code == Some(75) && ended.stderr.contains("is under way")
 }
 
@@ -57,7 +57,7 @@ impl Killer {
     }
 
     /// Completes a run and measures its duration, which changes with the load.
-    async fn complete_run(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<Ended> {
+    async fn complete_run(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<RunResult> {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             let (begun, running) = (Instant::now(), spawn()?);

@@ -9,7 +9,7 @@ use jiff::SignedDuration;
 use kit::s3::{Fault, Rule, S3Server};
 
 use super::super::credentials::{CredentialResponse, Platform};
-use super::super::machine::{Ended, Machine, Running};
+use super::super::machine::{Machine, RunResult, Running};
 
 /// A machine with short-lived credentials, its store, and the platform that issues them.
 struct FaultScene {
@@ -39,7 +39,7 @@ impl FaultScene {
         &self,
         disruption: Disruption,
         run: impl FnOnce() -> Result<Running>,
-    ) -> Result<Ended> {
+    ) -> Result<RunResult> {
         let hits: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.fault(rule)).collect(),
             Disruption::Action(disruption) => {
