@@ -1,7 +1,7 @@
 //! The generated parts of the pages: tables of the code's declarations.
 //!
-//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is written
-//! by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
+//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is
+//! written by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
 
 #[path = "reference/api.rs"]
 mod api;

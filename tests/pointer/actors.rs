@@ -41,7 +41,7 @@ pub fn slot() -> SlotPrefix {
     SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
 }
 
-/// State that is known external the store.
+/// State outside the store.
 pub struct ExternalState {
     /// The highest fenced epoch that a platform has observed.
     pub fenced: watch::Sender<u32>,

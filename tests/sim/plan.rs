@@ -212,7 +212,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
     steps
 }
 
-/// A usual sequence of actions on a slot, so that runs reach machines with data that could be lost.
+/// A typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
 fn machine_life(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, before) = (0, 1);

@@ -27,8 +27,8 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
                     systemctl daemon-reload";
 
-/// Installs the platform's package as in docs/operating/install.md, as an additional process of the lab's platform: it becomes ready,
-/// passes its doctor, restarts after a kill, stops and is purged.
+/// Installs the platform's package as in docs/operating/install.md, as an additional process of the lab's platform: it
+/// becomes ready, passes its doctor, restarts after a kill, stops and is purged.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)

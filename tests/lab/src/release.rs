@@ -13,7 +13,7 @@ use kit::pg::PgBinaries;
 /// Not a real host: nothing here contacts it.
 const IDP_HOST: &str = "idp.svc.test";
 
-/// Prefetches the parts of [`full`]; requires Node.js 20 or newer and npm.
+/// Prefetches the parts of [`full_options`]; requires Node.js 20 or newer and npm.
 pub fn prepare() -> Result<()> {
     for program in ["node", "npm"] {
         let found = Command::new(program).arg("--version").output();
@@ -24,7 +24,7 @@ pub fn prepare() -> Result<()> {
     runtime::gather(&runtime::full(&[])?).map(drop)
 }
 
-/// Like [`small`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
+/// Like [`small_options`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
 pub fn full_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = small_options(svc, postgres, version, dir)?;
     apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
