@@ -76,7 +76,7 @@ fn row_json(row: &Row) -> Value {
         "against": row.against,
         "theirs": row.theirs.map(|theirs| round_figure(theirs.median)),
         "unit": row.unit,
-        "ratio": row.ratio.map(rounded),
+        "ratio": row.ratio.map(round_figure),
         "target": if target.is_empty() { Value::Null } else { target.into() },
         "holds": row.holds,
         "oursSpreadPercent": round_figure(row.ours.spread_percent),
