@@ -1,4 +1,4 @@
-//! What `svcctl doctor platform` says about a store that cannot do everything: the finding names what does not work.
+//! The findings of `svcctl doctor platform` about a store that lacks capabilities: they name the missing ones.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
 
 use crate::ctl::doctor::{Report, report};
 
-/// The findings about a whole platform on this store.
+/// Runs the doctor on a platform with this store.
 async fn diagnose(kind: StoreKind) -> Result<Report> {
     let (svc, dir) = (Path::new(env!("CARGO_BIN_EXE_svc")), tempfile::tempdir_in("/tmp")?);
     let store = kind.start(dir.path(), BUCKET).await?;

@@ -1,4 +1,4 @@
-//! A restore keeps operators' changes to roles: attributes, settings, memberships. It names those that it does not
+//! A restore keeps operators' changes to roles: attributes, settings, memberships. It reports those that it does not
 //! keep.
 
 use anyhow::Result;

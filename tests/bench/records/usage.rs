@@ -1,4 +1,4 @@
-//! The book of three years, fifty users and ten models.
+//! The usage book with three years of fifty users and ten models.
 
 use std::fs;
 use std::io::{BufWriter, Write};
