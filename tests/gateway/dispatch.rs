@@ -374,7 +374,7 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     until_logged(&host, "user_owner has spent").await?;
     // A limit that is set now counts earlier spending, and the log says so.
     send_json(host.owner(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 }))).await?;
-    let expected = "the monthly cost limit is $100.00; what was spent in its period already counts: $";
+    let expected = "the monthly cost limit is $100.00; spending in the current period already counts: $";
     until_logged(&host, expected).await
 }
 

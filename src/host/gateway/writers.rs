@@ -115,7 +115,7 @@ impl Writers {
         let _change = self.change.lock().await;
         let mut quiesce = self.stop_for(operation).await?;
         self.dispatcher.pause();
-        let running_dispatches = self.dispatcher.running();
+        let running_dispatches = self.dispatcher.running_count();
         if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle().await {
             quiesce.quiesced_at = Some(clock::now_ms());
             self.store(&quiesce).await?;

@@ -43,7 +43,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 pub const FAILPOINTS: &[&str] = &["usage.begin", "usage.written", "usage.replaced"];
 
 /// The ledger and its files.
-pub struct Book {
+pub struct UsageBook {
     ledger: Mutex<Ledger>,
     records: Records,
     logs: PathBuf,
@@ -54,7 +54,7 @@ pub struct Book {
     refused: Mutex<BTreeSet<Date>>,
 }
 
-impl Book {
+impl UsageBook {
     /// Opens the book. `seals` is a file outside the records' directory.
     ///
     /// # Errors

@@ -70,7 +70,7 @@ fn wants_json(headers: &HeaderMap) -> bool {
 }
 
 pub async fn list(State(dispatcher): State<Arc<Dispatcher>>) -> Result<Json<Value>, Problem> {
-    dispatcher.ready().await?;
+    dispatcher.wait_until_ready().await?;
     let all = dispatcher.list();
     let all: Vec<Value> = all.iter().take(MAX_LISTED).map(|one| one.to_json()).collect();
     Ok(Json(json!({ "dispatches": all })))
@@ -120,7 +120,7 @@ pub async fn cancel(
 }
 
 async fn find_dispatch(dispatcher: &Dispatcher, id: &str) -> Result<DispatchTarget, Problem> {
-    dispatcher.ready().await?;
+    dispatcher.wait_until_ready().await?;
     let unknown = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
     let id: DispatchId = id.parse().map_err(|_| unknown())?;
     dispatcher.find(&id).await?.ok_or_else(unknown)
@@ -175,7 +175,7 @@ fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
 
 /// The events from a number on, and the number to continue with; `None` after the last.
 async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
-    let mut growth = log.watch();
+    let mut growth = log.subscribe();
     growth.mark_unchanged();
     let read = log.read(from);
     if !read.events.is_empty() || read.is_over {

@@ -21,9 +21,10 @@ impl TestBook {
         self.dir.path().join("logs")
     }
 
-    fn open(&self) -> (Writer, Book) {
+    fn open(&self) -> (Writer, UsageBook) {
         let writer = Writer::start(self.logs()).unwrap();
-        let book = Book::open(writer.records(), self.logs(), self.dir.path().join("seals.json")).unwrap();
+        let book =
+            UsageBook::open(writer.records(), self.logs(), self.dir.path().join("seals.json")).unwrap();
         (writer, book)
     }
 
@@ -59,7 +60,7 @@ fn interaction(n: u64) -> Interaction {
     }
 }
 
-fn cost(book: &Book) -> Dollars {
+fn cost(book: &UsageBook) -> Dollars {
     book.report(&UsageQuery::default()).total.cost
 }
 

@@ -169,7 +169,7 @@ impl Listener {
     /// A process that an agent started may have outlived its dispatch.
     fn has_agent_ended(&self) -> bool {
         let Principal::Agent { dispatch, .. } = &self.principal else { return false };
-        !self.bridge.agent_tokens.has_dispatch(dispatch)
+        !self.bridge.agent_tokens.has_token_of(dispatch)
     }
 
     fn id(&self) -> String {
