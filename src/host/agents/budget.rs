@@ -54,7 +54,7 @@ pub struct LimitWarning {
 
 impl LimitWarning {
     pub fn to_json(&self) -> Value {
-        json!({ "period": self.period.word(), "limit": self.limit, "spent": self.spent })
+        json!({ "period": self.period.as_str(), "limit": self.limit, "spent": self.spent })
     }
 }
 
@@ -77,7 +77,7 @@ impl LimitReached {
         let seconds = self.resets_at.as_second().saturating_sub(now.as_second()).max(0);
         Problem::new(Code::CostLimitReached, self.period.reached_message())
             .retry_after(u64::try_from(seconds).unwrap_or_default() + 1)
-            .with("period", self.period.word().into())
+            .with("period", self.period.as_str().into())
             .with("limit", json!(self.limit))
             .with("spent", json!(self.spent.in_period(self.period)))
             .with("reserved", json!(self.spent.reserved))
@@ -199,7 +199,7 @@ impl Kernel {
 
     fn warn(&self, user: &str, warning: &LimitWarning) {
         let LimitWarning { period, limit, spent } = warning;
-        let word = period.word();
+        let word = period.as_str();
         tracing::warn!(user, %limit, %spent, "80% of the {word} cost limit is spent");
         self.note(&format!("{user} has spent {spent} of the {word} cost limit of {limit}"));
     }
@@ -273,7 +273,7 @@ mod tests {
         let settings = kernel.settings();
         match kernel.reserve_at(at.parse().unwrap(), "ada", &settings).unwrap() {
             Ok(_) => Ok(()),
-            Err(reached) => Err(format!("{} {}", reached.period.word(), rfc3339_ms(reached.resets_at))),
+            Err(reached) => Err(format!("{} {}", reached.period.as_str(), rfc3339_ms(reached.resets_at))),
         }
     }
 

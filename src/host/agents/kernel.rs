@@ -126,7 +126,7 @@ impl Kernel {
     /// # Errors
     /// A file cannot be read.
     pub fn find(&self, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
-        find::interactions(&self.layout.logs(), ids)
+        find::find_interactions(&self.layout.logs(), ids)
     }
 
     /// Returns the book, and waits up to `BOOK_TIMEOUT` while it is being read.

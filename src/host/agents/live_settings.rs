@@ -82,7 +82,7 @@ impl LiveSettings {
         for period in Period::ALL {
             let (was, is) = (before.limits.for_period(period), now.limits.for_period(period));
             if was != is {
-                let word = period.word();
+                let word = period.as_str();
                 self.report(&match is {
                     Dollars::ZERO => format!("the {word} cost limit was removed"),
                     _ => format!("the {word} cost limit is {is}; {}", describe_spent(now, period)),

@@ -16,7 +16,7 @@ const RETENTION_DAYS: i32 = 30;
 
 /// The date in a record's name.
 fn record_day(name: &str) -> Option<Date> {
-    [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.day(name))
+    [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.parse_day(name))
 }
 
 /// Returns the expired names, sorted.
@@ -62,7 +62,7 @@ mod tests {
             today in -1000_i32..1000,
         ) {
             let date = |days: i32| TODAY.checked_add(days.days()).unwrap();
-            let name = |days: i32| AUDIT.dated(date(days), 1);
+            let name = |days: i32| AUDIT.dated_name(date(days), 1);
             let names = days.iter().map(|day| name(*day)).collect();
             let expired: BTreeSet<String> = expired_names(names, date(today)).into_iter().collect();
             for day in &days {
@@ -132,7 +132,7 @@ mod tests {
             let (believed, kept) = assess_clock(known, Reading { clock, up: up * HOUR, last_write: None });
             (known, up) = (Some(kept), up + 1);
             if ahead >= 0 {
-                files.insert(AUDIT.dated(day_at(clock), 1), hour);
+                files.insert(AUDIT.dated_name(day_at(clock), 1), hour);
             }
             let today = day_at(believed);
             for name in expired_names(files.keys().cloned().collect(), today) {

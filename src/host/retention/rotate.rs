@@ -16,7 +16,7 @@ use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
 use serde::Deserialize;
 
 use crate::records::calendar::Calendar;
-use crate::records::names::Record;
+use crate::records::names::DatedRecord;
 use svc_base::fsx::{self, FileError};
 
 /// Maximum files per day; more means that something else is wrong.
@@ -41,17 +41,17 @@ pub fn due(span: Span, today: Date) -> Option<Date> {
 /// Rotates a record if due; returns its new name.
 pub fn rotate(
     logs: &Path,
-    record: Record,
+    record: DatedRecord,
     calendar: &Calendar,
     today: Date,
 ) -> Result<Option<String>, FileError> {
-    let current = logs.join(record.current());
+    let current = logs.join(record.current_name());
     let Some(span) = span(&current, calendar).map_err(FileError::at("read", &current))? else {
         return Ok(None);
     };
     let Some(day) = due(span, today) else { return Ok(None) };
     for n in 1..=MAX_FILES_PER_DAY {
-        let name = record.dated(day, n);
+        let name = record.dated_name(day, n);
         let renamed =
             renameat2(AT_FDCWD, &current, AT_FDCWD, &logs.join(&name), RenameFlags::RENAME_NOREPLACE);
         match renamed {
@@ -299,7 +299,7 @@ mod tests {
             prop_assert_eq!(kept, lines.len());
             for (day, text) in lines {
                 let (name, _) = files.iter().find(|(_, content)| content.contains(&text)).unwrap();
-                prop_assert!(AUDIT.day(name).unwrap() >= day.yesterday().unwrap(), "{} in {}", text, name);
+                prop_assert!(AUDIT.parse_day(name).unwrap() >= day.yesterday().unwrap(), "{} in {}", text, name);
             }
         }
 

@@ -138,7 +138,7 @@ fn build_dispatches(
 }
 
 fn refuse(sender: &str, reached: &LimitReached) -> Problem {
-    tracing::info!(sender, period = reached.period.word(), "dispatch refused: cost limit reached");
+    tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
     reached.problem(Timestamp::now())
 }

@@ -31,7 +31,7 @@ pub enum Phase {
 impl Phase {
     pub const WORDS: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 
-    fn word(self) -> &'static str {
+    fn as_str(self) -> &'static str {
         self.into()
     }
 
@@ -256,7 +256,7 @@ impl Dispatch {
         let interaction = end.and_then(|end| end.interaction.as_ref());
         json!({
             "id": self.accepted.id,
-            "status": state.phase.word(),
+            "status": state.phase.as_str(),
             "senderId": self.accepted.sender_id,
             "agentName": entry.agent_name,
             "model": interaction.map(|interaction| &interaction.model).or(entry.model.as_ref()),

@@ -73,7 +73,7 @@ impl Owners {
             names.join(", ")
         };
         let is_one = self.agents.len() == 1;
-        let (path, escaped) = AuditEntry::path(&change.path);
+        let (path, escaped) = AuditEntry::encode_path(&change.path);
         Some(AuditEntry {
             version: AuditEntry::VERSION,
             timestamp,
