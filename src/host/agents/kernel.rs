@@ -68,7 +68,7 @@ impl Kernel {
         let records = writer.records();
         Ok(Self {
             layout: layout.clone(),
-            settings: LiveSettings::new(layout.settings(), layout.good_settings(), records.clone()),
+            settings: LiveSettings::new(layout.settings(), layout.last_good_settings(), records.clone()),
             settings_lock: Arc::default(),
             records,
             writer: Mutex::new(Some(writer)),

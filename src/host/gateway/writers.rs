@@ -138,7 +138,7 @@ impl Writers {
     }
 
     async fn store(&self, quiesce: &Quiesce) -> Result<(), Problem> {
-        let lock = quiesce::lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
+        let lock = quiesce::acquire_lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
         let (layout, stored) = (self.layout.clone(), quiesce.clone());
         blocking(move || stored.write(&layout, &lock)).await?;
         self.lock().quiesce = Some(quiesce.clone());

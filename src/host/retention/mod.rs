@@ -66,7 +66,7 @@ async fn check(layout: Layout) -> Result<(), Failure> {
     std::fs::create_dir_all(&logs)
         .map_err(FileError::at("create directory", &logs))
         .or_exit(Exit::Internal)?;
-    let settings = Settings::load(&layout.settings(), &layout.good_settings());
+    let settings = Settings::load(&layout.settings(), &layout.last_good_settings());
     if let Some(mistake) = &settings.mistake {
         tracing::warn!(mistake, "system/config.json is invalid and is not used");
     }

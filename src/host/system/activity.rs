@@ -1,4 +1,4 @@
-//! Lines of `activity.log` by programs other than the gateway, which has a writer of its own.
+//! Writes lines to `activity.log` for programs other than the gateway, which has its own writer.
 //!
 //! Each line is one append to the file that has this name at that time, so that no line of another writer is
 //! overwritten and a rotation loses none. `svc-update` runs as root: it follows no link, writes only to a file of the
@@ -22,7 +22,7 @@ const FILE: &str = "activity.log";
 pub fn note(layout: &Layout, what: &str) {
     match append(layout, what) {
         Ok(()) => {}
-        // A machine gets the directory at its boot, before any of these programs runs.
+        // The directory is created at a machine's boot, before any of these programs runs.
         Err(error) if error.kind() == ErrorKind::NotFound => {
             tracing::debug!(error = %chain(&error), "there is no directory for activity.log");
         }
@@ -95,7 +95,7 @@ mod tests {
         note(&layout, "x");
         assert_eq!(fs::read_to_string(&victim).unwrap(), "A=1\n");
         fs::remove_file(&path).unwrap();
-        // A directory on the way is not followed either.
+        // A symbolic link in place of a directory is not followed either.
         let system = layout.home().join("system");
         fs::rename(&system, dir.path().join("elsewhere")).unwrap();
         symlink(dir.path().join("elsewhere"), &system).unwrap();

@@ -372,7 +372,7 @@ impl<S: Services> Updater<S> {
     }
 
     fn gateway(&self) -> Option<probe::Gateway> {
-        let pin = probe::pin(&self.layout).ok().flatten()?;
+        let pin = probe::read_pin(&self.layout).ok().flatten()?;
         probe::Gateway::new(self.listen, pin).ok()
     }
 }
@@ -382,7 +382,7 @@ impl<S: Services> Updater<S> {
 /// # Errors
 /// [`UpdateError::NoRelease`].
 pub fn current(layout: &Layout) -> Result<ImageVersion, UpdateError> {
-    release::current(layout).ok_or(UpdateError::NoRelease)
+    release::current_version(layout).ok_or(UpdateError::NoRelease)
 }
 
 #[cfg(test)]

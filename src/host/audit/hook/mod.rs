@@ -89,9 +89,9 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
     let layout = Layout::from_process();
     let done = match args.command {
         Command::Install(args) => {
-            install::install(&args.home.unwrap_or_else(|| layout.owner()), &layout.link("bin"))
+            install::install(&args.home.unwrap_or_else(|| layout.user_home()), &layout.link("bin"))
         }
-        Command::Uninstall(args) => install::uninstall(&args.home.unwrap_or_else(|| layout.owner())),
+        Command::Uninstall(args) => install::uninstall(&args.home.unwrap_or_else(|| layout.user_home())),
     };
     match done.or_exit(Exit::Refused) {
         Ok(()) => ExitCode::SUCCESS,

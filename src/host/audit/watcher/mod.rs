@@ -190,7 +190,7 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
 
 async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::Result<()> {
     // Read the credentials first: the hook may exit during the read below.
-    let peer = Peer::from_credentials(PeerCredentials::of(&stream));
+    let peer = Peer::from_credentials(PeerCredentials::from_stream(&stream));
     let mut line = Vec::new();
     let (read, mut write) = stream.split();
     BufReader::new(read).take(MAX_MESSAGE_BYTES).read_until(b'\n', &mut line).await?;

@@ -127,9 +127,9 @@ impl RegisterConfig {
         let platform_deadline =
             Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
         // The installed release is registered, even if user-data names another one.
-        let version = release::current(layout).or(version);
+        let version = release::current_version(layout).or(version);
         let installed =
-            version.as_ref().and_then(|version| release::digest(&layout.release(version)).ok()?);
+            version.as_ref().and_then(|version| release::read_digest(&layout.release(version)).ok()?);
         let configured = configured.and_then(|text| bundle::parse_digest(&text));
         let bundle_sha256 = installed.or(configured);
         if bundle_sha256.is_none() {
@@ -195,7 +195,7 @@ fn failure(error: RegistrationError) -> Failure {
 async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<SpkiPin, Failure> {
     let end = Instant::now() + config.gateway_deadline;
     loop {
-        if let Some(pin) = probe::pin(layout).or_exit(Exit::Internal)?
+        if let Some(pin) = probe::read_pin(layout).or_exit(Exit::Internal)?
             && Gateway::new(config.listen, pin).or_exit(Exit::Config)?.is_ready().await
         {
             return Ok(pin);
@@ -217,7 +217,7 @@ fn boot_ms(layout: &Layout) -> Option<u64> {
 
 /// Warns of a changed key: the platform has only the registered one, so it refuses this machine's certificate.
 fn warn_of_changed_key(layout: &Layout, done: &RegistrationState) {
-    if let Ok(Some(pin)) = probe::pin(layout)
+    if let Ok(Some(pin)) = probe::read_pin(layout)
         && !done.has_pin(pin)
     {
         tracing::error!("the gateway's TLS key is not the registered one: recover this machine");

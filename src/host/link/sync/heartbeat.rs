@@ -73,7 +73,7 @@ impl<'a> HeartbeatClient<'a> {
             updating: config.layout.update_journal().exists(),
             disk: vitals::disk(config),
             proof_kids: vitals::proof_kids(config),
-            registration: registration::accepted(&config.layout, config.identity.machine),
+            registration: registration::read_accepted(&config.layout, config.identity.machine),
             attention,
             certificate: certificate::read(&config.layout),
             trusted_keys: trusted_keys::read(&config.layout),
@@ -125,5 +125,5 @@ impl<'a> HeartbeatClient<'a> {
 
 /// The current release, or that of user-data while none is installed.
 pub fn image_version(config: &SyncConfig) -> ImageVersion {
-    release::current(&config.layout).unwrap_or_else(|| config.image_version.clone())
+    release::current_version(&config.layout).unwrap_or_else(|| config.image_version.clone())
 }

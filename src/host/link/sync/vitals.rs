@@ -100,7 +100,7 @@ fn waiting_update(config: &SyncConfig) -> Option<Attention> {
 }
 
 async fn gateway_is_ready(config: &SyncConfig) -> bool {
-    let Ok(Some(pin)) = probe::pin(&config.layout) else { return false };
+    let Ok(Some(pin)) = probe::read_pin(&config.layout) else { return false };
     match Gateway::new(config.listen, pin) {
         Ok(gateway) => gateway.is_ready().await,
         Err(_) => false,

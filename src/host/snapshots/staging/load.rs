@@ -92,7 +92,7 @@ pub async fn into_scratch(
             apply(&inside, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
-        context.progress.at("comparing tables and rows with the record");
+        context.progress.start_phase("comparing tables and rows with the record");
         compare(context, &inside, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
@@ -160,13 +160,13 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
 async fn watch(context: &RestoreContext, client: &Client, database: &str, side: &SideRecord) -> Infallible {
     const LOADING: &str = "loading the snapshot";
     let whole = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
-    context.progress.of_bytes(LOADING, whole);
+    context.progress.start_bytes_phase(LOADING, whole);
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         // A failed query is repeated at the next interval.
         if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
             let loaded_bytes: i64 = row.try_get(0).unwrap_or_default();
-            context.progress.bytes(LOADING, loaded_bytes.unsigned_abs(), whole);
+            context.progress.report_bytes(LOADING, loaded_bytes.unsigned_abs(), whole);
         }
     }
 }
@@ -232,7 +232,7 @@ pub async fn compare(context: &RestoreContext, client: &Client, side: &SideRecor
             row_counts::count(client, std::slice::from_ref(name)).await.map_err(query("count the rows"))?,
         );
         rows = rows.saturating_add(counted_tables.last().map_or(0, |table| table.rows));
-        context.progress.rows(rows, whole);
+        context.progress.report_rows(rows, whole);
     }
     let mut recorded = side.tables.clone();
     counted_tables.sort();
