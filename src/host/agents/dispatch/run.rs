@@ -22,7 +22,7 @@ use crate::agents::protocol::{
     GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
 use crate::audit::protocol;
-use crate::audit::protocol::{COMMANDS, Message, Process, WRITERS};
+use crate::audit::protocol::{COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
 use crate::records::entry::{DispatchError, Interaction, Status};
 use crate::records::money::Dollars;
 use svc_base::clock;
@@ -467,7 +467,7 @@ impl<'a> Run<'a> {
             self.context.kernel.note(&format!("dispatch {id}: {agent} started a subagent with {name}"));
         }
         if let Event::ToolStarted { id, name, .. } = event
-            && (COMMANDS.contains(&&**name) || WRITERS.contains(&&**name))
+            && (COMMAND_TOOLS.contains(&&**name) || WRITER_TOOLS.contains(&&**name))
         {
             self.dispatch.add_seen_call(id, self.has_hook_ids);
         }
