@@ -108,9 +108,9 @@ impl GatewayFrame {
     /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
-            Self::Order(order) => write(out, ORDER, &json(order)).await,
-            Self::Go => write(out, GO, &[]).await,
-            Self::Cancel => write(out, CANCEL, &[]).await,
+            Self::Order(order) => write_frame(out, ORDER, &to_json(order)).await,
+            Self::Go => write_frame(out, GO, &[]).await,
+            Self::Cancel => write_frame(out, CANCEL, &[]).await,
         }
     }
 
@@ -119,9 +119,9 @@ impl GatewayFrame {
     /// # Errors
     /// The read failed, or the frame is invalid.
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
-        let Some((kind, payload)) = read(input).await? else { return Ok(None) };
+        let Some((kind, payload)) = read_frame(input).await? else { return Ok(None) };
         match kind {
-            ORDER => Ok(Some(Self::Order(parsed(&payload)?))),
+            ORDER => Ok(Some(Self::Order(parse_payload(&payload)?))),
             GO => Ok(Some(Self::Go)),
             CANCEL => Ok(Some(Self::Cancel)),
             _ => Err(invalid_frame()),
@@ -134,12 +134,12 @@ impl RunnerFrame {
     /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
-            Self::Ready { pid } => write(out, READY, &json(pid)).await,
-            Self::Started { pid } => write(out, STARTED, &json(pid)).await,
-            Self::Line(line) => write(out, LINE, line).await,
-            Self::LongLine => write(out, LONG_LINE, &[]).await,
-            Self::Ended(ended) => write(out, ENDED, &json(ended)).await,
-            Self::Refused(why) => write(out, REFUSED, why.as_bytes()).await,
+            Self::Ready { pid } => write_frame(out, READY, &to_json(pid)).await,
+            Self::Started { pid } => write_frame(out, STARTED, &to_json(pid)).await,
+            Self::Line(line) => write_frame(out, LINE, line).await,
+            Self::LongLine => write_frame(out, LONG_LINE, &[]).await,
+            Self::Ended(ended) => write_frame(out, ENDED, &to_json(ended)).await,
+            Self::Refused(why) => write_frame(out, REFUSED, why.as_bytes()).await,
         }
     }
 
@@ -148,24 +148,24 @@ impl RunnerFrame {
     /// # Errors
     /// The read failed, or the frame is invalid.
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
-        let Some((kind, payload)) = read(input).await? else { return Ok(None) };
+        let Some((kind, payload)) = read_frame(input).await? else { return Ok(None) };
         Ok(Some(match kind {
-            READY => Self::Ready { pid: parsed(&payload)? },
-            STARTED => Self::Started { pid: parsed(&payload)? },
+            READY => Self::Ready { pid: parse_payload(&payload)? },
+            STARTED => Self::Started { pid: parse_payload(&payload)? },
             LINE => Self::Line(payload),
             LONG_LINE => Self::LongLine,
-            ENDED => Self::Ended(parsed(&payload)?),
+            ENDED => Self::Ended(parse_payload(&payload)?),
             REFUSED => Self::Refused(String::from_utf8_lossy(&payload).into_owned()),
             _ => return Err(invalid_frame()),
         }))
     }
 }
 
-fn json(value: &impl Serialize) -> Vec<u8> {
+fn to_json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain fields are JSON")
 }
 
-fn parsed<T: DeserializeOwned>(payload: &[u8]) -> io::Result<T> {
+fn parse_payload<T: DeserializeOwned>(payload: &[u8]) -> io::Result<T> {
     serde_json::from_slice(payload).map_err(|_| invalid_frame())
 }
 
@@ -173,7 +173,7 @@ fn invalid_frame() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "invalid frame")
 }
 
-async fn write(out: &mut (impl AsyncWrite + Unpin), kind: u8, payload: &[u8]) -> io::Result<()> {
+async fn write_frame(out: &mut (impl AsyncWrite + Unpin), kind: u8, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len()).ok().filter(|length| *length <= MAX_FRAME_BYTES);
     let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "frame too large"))?;
     let mut head = [kind, 0, 0, 0, 0];
@@ -183,7 +183,7 @@ async fn write(out: &mut (impl AsyncWrite + Unpin), kind: u8, payload: &[u8]) ->
     out.flush().await
 }
 
-async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<(u8, Vec<u8>)>> {
+async fn read_frame(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<(u8, Vec<u8>)>> {
     let mut head = [0; 5];
     if input.read(&mut head[..1]).await? == 0 {
         return Ok(None);

@@ -227,15 +227,15 @@ mod tests {
             UpgradeToken::rotating(first.clone(), &layout, machine),
             UpgradeToken::rotating(first.clone(), &layout, machine),
         );
-        assert_eq!(shown(&one), first.expose_secret());
+        assert_eq!(current_text(&one), first.expose_secret());
         one.store(&token(machine, 2), &first).unwrap();
-        assert_eq!(shown(&other), token(machine, 2).expose_secret());
+        assert_eq!(current_text(&other), token(machine, 2).expose_secret());
         assert_eq!(other.tokens().previous.unwrap().expose_secret(), first.expose_secret());
         other.make_durable().unwrap();
         let meta = std::fs::metadata(layout.upgrade_token()).unwrap();
         assert_eq!(meta.mode() & 0o777, 0o600);
         let replaced = UpgradeToken::rotating(token(machine, 3), &layout, machine);
-        assert_eq!(shown(&replaced), token(machine, 3).expose_secret(), "host.env has a newer token");
+        assert_eq!(current_text(&replaced), token(machine, 3).expose_secret(), "host.env has a newer token");
     }
 
     #[test]
@@ -251,15 +251,15 @@ mod tests {
         let text = |token: &str| serde_json::json!({"version": 1, "token": token}).to_string();
         std::fs::write(&secret, text(token(machine, 2).expose_secret())).unwrap();
         std::os::unix::fs::symlink(&secret, layout.upgrade_token()).unwrap();
-        assert_eq!(shown(&held), first.expose_secret(), "a link is not followed");
+        assert_eq!(current_text(&held), first.expose_secret(), "a link is not followed");
         for content in [text("root:x:0:0"), text(others.expose_secret()), "{".to_owned()] {
             std::fs::remove_file(layout.upgrade_token()).unwrap();
             std::fs::write(layout.upgrade_token(), content).unwrap();
-            assert_eq!(shown(&held), first.expose_secret());
+            assert_eq!(current_text(&held), first.expose_secret());
         }
         std::fs::remove_file(layout.upgrade_token()).unwrap();
         nix::unistd::mkfifo(&layout.upgrade_token(), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(shown(&held), first.expose_secret(), "a FIFO does not block");
+        assert_eq!(current_text(&held), first.expose_secret(), "a FIFO does not block");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::journal::{Journal, JournalEntry, JournalFile};
 use super::queue::{Queue, Turn};
 use super::request::DispatchId;
 use super::run::{self, RunContext};
-use super::state::{Batch, Dispatch, DispatchResult, Phase, entry_index};
+use super::state::{Batch, Dispatch, DispatchResult, Phase, parse_entry_index};
 use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::kernel::{Kernel, LimitReached};
 use crate::agents::owner_config::Settings;

@@ -68,9 +68,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let RunEnd { outcome, is_cut_off } =
         match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
             Some(agent) => Run::new(context, dispatch, agent, begun).execute(agent).await,
-            None => {
-                failed_outcome("NoAgent", "the agent is no longer in system/config.json".to_owned()).into()
-            }
+            None => failed_outcome("NoAgent", "the agent is no longer in system/config.json").into(),
         };
     context.kernel.note(&format!(
         "dispatch {}: {} after {:.1} s",
@@ -126,7 +124,7 @@ fn estimate_cost(
 
 /// Builds the interaction of a dispatch that ended without a run.
 pub fn interaction_without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
-    let outcome = failed_outcome(name, message.to_owned());
+    let outcome = failed_outcome(name, message);
     let model = dispatch.accepted.entry.model.clone();
     build_interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
 }
@@ -156,7 +154,7 @@ impl From<Outcome> for RunEnd {
     }
 }
 
-fn failed_outcome(name: &str, message: String) -> Outcome {
+fn failed_outcome(name: &str, message: impl Into<String>) -> Outcome {
     Outcome {
         conversation_id: None,
         model: None,
@@ -172,8 +170,8 @@ fn failed_outcome(name: &str, message: String) -> Outcome {
     }
 }
 
-fn dispatch_error(name: &str, message: String) -> DispatchError {
-    DispatchError { name: name.to_owned(), message, stack: None, tool: None, turn: None }
+fn dispatch_error(name: &str, message: impl Into<String>) -> DispatchError {
+    DispatchError { name: name.to_owned(), message: message.into(), stack: None, tool: None, turn: None }
 }
 
 fn build_interaction(
@@ -304,14 +302,11 @@ impl<'a> Run<'a> {
                 tracing::warn!(%error, "svc-agent cannot be reached");
                 return failed_outcome(
                     "NoRunner",
-                    "svc-agent cannot be reached: is svc-agent.socket active?".into(),
+                    "svc-agent cannot be reached: is svc-agent.socket active?",
                 )
                 .into();
             }
-            Err(_) => {
-                return failed_outcome("NoRunner", "svc-agent did not accept the order in time".into())
-                    .into();
-            }
+            Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the order in time").into(),
         };
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
@@ -370,12 +365,8 @@ impl<'a> Run<'a> {
         mut from: OwnedReadHalf,
         mut to: OwnedWriteHalf,
     ) -> Result<RunResult, DispatchError> {
-        let disconnected = || {
-            dispatch_error(
-                "NoRunner",
-                "svc-agent disconnected without a result: see its unit's log".to_owned(),
-            )
-        };
+        let disconnected =
+            || dispatch_error("NoRunner", "svc-agent disconnected without a result: see its unit's log");
         // A separate task reads the frames: a read cancelled half-way would lose the position in the stream.
         let (frames, mut next) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
@@ -420,8 +411,7 @@ impl<'a> Run<'a> {
                     let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to)).await;
                 }
                 () = wait_for_end => {
-                    let message = "svc-agent did not stop the agent in time".to_owned();
-                    break Err(dispatch_error("NoRunner", message));
+                    break Err(dispatch_error("NoRunner", "svc-agent did not stop the agent in time"));
                 }
             }
         };
