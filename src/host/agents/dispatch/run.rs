@@ -21,8 +21,7 @@ use crate::agents::kernel::Kernel;
 use crate::agents::protocol::{
     GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
-use crate::audit::protocol;
-use crate::audit::protocol::{COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
+use crate::audit::protocol::{self, COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
 use crate::records::entry::{DispatchError, Interaction, Status};
 use crate::records::money::Dollars;
 use svc_base::clock;
