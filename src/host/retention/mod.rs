@@ -59,7 +59,7 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     let database = DatabaseUrl::read(&mut env);
     let server = Server::new(env.finish(database)?.config()?);
     let _lock = Lock::take(&layout.heartbeat_lock()).map_err(|error| match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another run is in progress")),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another run is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     failpoint::pass("heartbeat.begin").or_exit(Exit::Internal)?;

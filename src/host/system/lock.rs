@@ -16,7 +16,7 @@ pub struct Lock {
 /// Reason why the lock was not acquired.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    #[error("another run is in progress")]
+    #[error("another run is under way")]
     Held,
     #[error(transparent)]
     File(#[from] FileError),

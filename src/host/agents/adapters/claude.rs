@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn recordings_of_release_2_1_197_count_subagents_and_interruptions() {
+    fn recordings_of_2_1_197_count_subagents_and_interruptions() {
         let usage = |name: &str| {
             let outcome = replay(name).1;
             let cost = outcome.cost.unwrap_or_default().nanos();
