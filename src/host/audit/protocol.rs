@@ -281,7 +281,8 @@ impl UndeliveredHook {
         }
         let mut text = Vec::new();
         (&file).take(2 * MAX_GAP_BYTES).read_to_end(&mut text)?;
-        // This process can write to the directory, but perhaps not to the file: remove the file instead of truncating it.
+        // This process can write to the directory, but perhaps not to the file: remove the file instead of truncating
+        // it.
         std::fs::remove_file(path)?;
         let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
         Ok(lines.filter_map(|line| serde_json::from_slice(line).ok()).collect())

@@ -159,8 +159,8 @@ impl Records {
         Ok(())
     }
 
-    /// Replaces a record's file with a durable one, between two lines, if the file has the `expected` extent. The caller
-    /// prevents concurrent lines; if the file has changed nevertheless, returns `false`.
+    /// Replaces a record's file with a durable one, between two lines, if the file has the `expected` extent. The
+    /// caller prevents concurrent lines; if the file has changed nevertheless, returns `false`.
     ///
     /// # Errors
     /// The rename failed; the record is unchanged.

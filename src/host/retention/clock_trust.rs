@@ -4,9 +4,9 @@
 //! the new one has been stable for a day. NTP corrects a clock in less than an hour, so a wrong clock is not stable for
 //! that long unless the machine has no time server.
 //!
-//! A boot also counts as a jump if the clock is more than a day ahead of the last check or, without an earlier check, of
-//! the last write to a record: `time-sync.target` is reached even if no time server responds. A machine that was off for
-//! weeks therefore expires its records one day after it was switched on.
+//! A boot also counts as a jump if the clock is more than a day ahead of the last check or, without an earlier check,
+//! of the last write to a record: `time-sync.target` is reached even if no time server responds. A machine that was off
+//! for weeks therefore expires its records one day after it was switched on.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

@@ -31,9 +31,9 @@ pub struct DaySpan {
     pub last: Date,
 }
 
-/// Returns the day for the new name of a record, or `None` if the record was started today. It is the record's last day,
-/// so that no line is younger than the name and expires early, even if the clock was set back; but never today, which is
-/// not over yet.
+/// Returns the day for the new name of a record, or `None` if the record was started today. It is the record's last
+/// day, so that no line is younger than the name and expires early, even if the clock was set back; but never today,
+/// which is not over yet.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
@@ -274,8 +274,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// With any missed days and any number of runs per day, no line is lost or duplicated, and none is in a file of a
-        /// day before its own, except lines of today.
+        /// With any missed days and any number of runs per day, no line is lost or duplicated, and none is in a file of
+        /// a day before its own, except lines of today.
         #[test]
         fn rotation_keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
             let dir = tempfile::tempdir().unwrap();

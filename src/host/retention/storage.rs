@@ -1,4 +1,5 @@
-//! The daily measurement: one line of `storage.jsonl` with the sizes of the disk, the home, apps, logs and the database.
+//! The daily measurement: one line of `storage.jsonl` with the sizes of the disk, the home, apps, logs and the
+//! database.
 //!
 //! Apps and logs are part of the home; an app's schema is part of the database. Each day has at most one line.
 

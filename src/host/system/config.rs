@@ -19,8 +19,8 @@ use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 
 /// The environment of a host applet: the process environment, then the env files below `SVC_ROOT`. From a file that
-/// another user can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; root's own file takes
-/// precedence.
+/// another user can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; root's own file
+/// takes precedence.
 pub fn environment(layout: &Layout) -> Env {
     if nix::unistd::geteuid().is_root() {
         let own = Env::from_process().with_file(&layout.update_env());

@@ -316,8 +316,8 @@ impl Layout {
         self.root.join("run/svc/hooks")
     }
 
-    /// The directory of `watch.sock`, to which all hooks connect, including those of agents. It belongs to the gateway's
-    /// user.
+    /// The directory of `watch.sock`, to which all hooks connect, including those of agents. It belongs to the
+    /// gateway's user.
     pub fn watch_sockets(&self) -> PathBuf {
         self.root.join("run/svc/watch")
     }
@@ -332,8 +332,8 @@ impl Layout {
         self.root.join("run/svc/gateway")
     }
 
-    /// The directory of `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which agents' units
-    /// cannot see. It belongs to the owner's user.
+    /// The directory of `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which agents'
+    /// units cannot see. It belongs to the owner's user.
     pub fn owner_sockets(&self) -> PathBuf {
         self.root.join("run/svc/owner")
     }

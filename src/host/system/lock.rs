@@ -1,4 +1,5 @@
-//! Allows one run at a time, with an exclusive flock(2) on a file. The kernel releases the lock however the process ends.
+//! Allows one run at a time, with an exclusive flock(2) on a file. The kernel releases the lock however the process
+//! ends.
 
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;

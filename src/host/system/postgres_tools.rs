@@ -265,9 +265,9 @@ fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
 }
 
 /// Options of sessions that load a database that is not in use yet. Statements do not wait for the disk; the step after
-/// the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel workers, which
-/// would only slow down the other job. `maintenance_work_mem` stays at the server's setting: larger sorts exceed the CPU
-/// caches and are slower.
+/// the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel workers,
+/// which would only slow down the other job. `maintenance_work_mem` stays at the server's setting: larger sorts exceed
+/// the CPU caches and are slower.
 fn load_options(cores: usize) -> String {
     let workers = if cores <= RESTORE_JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
     format!("-c synchronous_commit=off{workers}")

@@ -1,5 +1,5 @@
-//! The settings that root accepts from env files writable by another user. They are an allowlist, so that root ignores a
-//! new setting in such a file until the setting has been reviewed.
+//! The settings that root accepts from env files writable by another user. They are an allowlist, so that root ignores
+//! a new setting in such a file until the setting has been reviewed.
 //!
 //! Root's own settings are in its process environment and in `update.env`, which take precedence over every other
 //! file.
@@ -23,8 +23,8 @@ pub enum AcceptReason {
     Identifier,
     /// Parsed as a number or an enumerated value, within limits.
     Choice,
-    /// A credential that the other user has anyway. Root sends it to the platform's address in root's own settings or to
-    /// an address of this list, and never in place of root's own credential.
+    /// A credential that the other user has anyway. Root sends it to the platform's address in root's own settings or
+    /// to an address of this list, and never in place of root's own credential.
     Credential,
     /// An address to which root sends only values of this list.
     Address,

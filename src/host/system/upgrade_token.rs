@@ -121,8 +121,8 @@ impl UpgradeToken {
         Ok(())
     }
 
-    /// Makes the stored token durable, which must happen before a call uses it: a killed agent may have left a file that
-    /// a power failure would revert.
+    /// Makes the stored token durable, which must happen before a call uses it: a killed agent may have left a file
+    /// that a power failure would revert.
     pub fn make_durable(&self) -> Result<(), FileError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         fsx::remove_leftover_temp(&token_file.path)?;
@@ -168,7 +168,8 @@ fn belongs_to(token: &str, machine: MachineId) -> bool {
     })
 }
 
-/// Whether the stored token's generation is at least that of the token in `host.env`, which an operator may have replaced.
+/// Whether the stored token's generation is at least that of the token in `host.env`, which an operator may have
+/// replaced.
 fn is_current_generation(stored: &SecretString, first: &SecretString) -> bool {
     generation(stored.expose_secret()) >= generation(first.expose_secret())
 }

@@ -5,8 +5,8 @@
 //! therefore the sum of `model_usage_since_last_result` over its results; background work causes several results.
 //!
 //! Earlier releases, such as 2.1.197, do not print that field. For them, the last `modelUsage` counts, which includes
-//! subagents. In a resumed conversation, the part of earlier runs in it is unknown, so the tokens in `usage` count, which
-//! omit subagents.
+//! subagents. In a resumed conversation, the part of earlier runs in it is unknown, so the tokens in `usage` count,
+//! which omit subagents.
 
 use std::collections::BTreeMap;
 

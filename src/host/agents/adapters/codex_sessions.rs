@@ -109,8 +109,8 @@ fn session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     days.flat_map(move |day| entries(day.path())).take(MAX_FILES)
 }
 
-/// Adds the usage in one file since a time. Returns whether there is any; `None` if the file is unreadable or of another
-/// session.
+/// Adds the usage in one file since a time. Returns whether there is any; `None` if the file is unreadable or of
+/// another session.
 fn add_usage(path: &Path, session: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();
@@ -147,8 +147,8 @@ fn open_regular(path: &Path) -> Option<File> {
     file.metadata().ok()?.is_file().then_some(file)
 }
 
-/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, so that it is invalid JSON. Returns `false`
-/// at the end.
+/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, so that it is invalid JSON. Returns
+/// `false` at the end.
 fn read_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
     line.clear();
     let read = lines.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;

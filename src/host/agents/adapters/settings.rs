@@ -8,8 +8,8 @@ use serde::Deserialize;
 use super::{AdapterKind, Outcome};
 use crate::records::money::Dollars;
 
-/// The agent if the settings name none: the release's Claude Code, which may edit the owner's files without confirmation
-/// and has no other permissions.
+/// The agent if the settings name none: the release's Claude Code, which may edit the owner's files without
+/// confirmation and has no other permissions.
 const DEFAULT_NAME: &str = "claude";
 const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
 const DEFAULT_CONCURRENCY: usize = 4;
@@ -128,8 +128,8 @@ impl AgentSettings {
     }
 
     /// The cost of a run: as reported by its program, or else by the price of the reported model or of the requested
-    /// one, which may be an alias of it; `None` if no price is known. If a free model was requested and another one ran,
-    /// the run is not free.
+    /// one, which may be an alias of it; `None` if no price is known. If a free model was requested and another one
+    /// ran, the run is not free.
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
         let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());

@@ -22,8 +22,8 @@ const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
     /// # Errors
-    /// 503 while the records are being read, and at shutdown; 429 when a limit is reached or the queue is full; 422 when
-    /// the ID belongs to another request.
+    /// 503 while the records are being read, and at shutdown; 429 when a limit is reached or the queue is full; 422
+    /// when the ID belongs to another request.
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.wait_until_ready().await?;
         if let Some(id) = &request.id

@@ -34,8 +34,8 @@ use svc_http::problem::{Code, Problem};
 /// Maximum ended dispatches kept in memory with their text and events.
 const MAX_ENDED: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiplies both limits while a full disk prevents recording: a dispatch must stay findable by its ID until its record
-/// is durable.
+/// Multiplies both limits while a full disk prevents recording: a dispatch must stay findable by its ID until its
+/// record is durable.
 const MAX_NOT_DURABLE_FACTOR: usize = 8;
 /// Interval of pruning the journal and of retrying to start queued dispatches.
 pub(super) const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
@@ -434,7 +434,8 @@ impl Dispatcher {
         }
     }
 
-    /// Writes entries to the journal. A failure does not refuse the dispatch, which may be the one that frees disk space.
+    /// Writes entries to the journal. A failure does not refuse the dispatch, which may be the one that frees disk
+    /// space.
     pub(super) async fn write_journal(&self, all: Vec<JournalEntry>) -> bool {
         let journal = self.journal.clone();
         let written = blocking(move || journal.write(&all)).await;

@@ -93,8 +93,8 @@ impl Journal {
         fsx::write_atomic(&self.path(&file), &text.expect("plain fields are JSON"), 0o600)
     }
 
-    /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if even that fails and
-    /// the dispatch may be in the journal: after a crash, it would be started again.
+    /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if even that fails
+    /// and the dispatch may be in the journal: after a crash, it would be started again.
     pub fn mark_begun(&self, entry: &JournalEntry) -> bool {
         let mark = self.mark_path(&entry.id);
         let marked = std::fs::File::create(&mark).and_then(|file| file.sync_all());
@@ -123,8 +123,8 @@ impl Journal {
         }
     }
 
-    /// Reads all entries, in the order of acceptance. Other files stay in place; unreadable and invalid ones are logged.
-    /// Must run before anything is written.
+    /// Reads all entries, in the order of acceptance. Other files stay in place; unreadable and invalid ones are
+    /// logged. Must run before anything is written.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists and cannot be read.

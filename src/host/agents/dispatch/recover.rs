@@ -191,8 +191,8 @@ fn started_ids(unfinished: &[JournalEntry]) -> Vec<String> {
         .collect()
 }
 
-/// Ends dispatches at svc-watch, which still has their tool calls open because the process that started them was killed.
-/// The calls in their agents' output are unknown.
+/// Ends dispatches at svc-watch, which still has their tool calls open because the process that started them was
+/// killed. The calls in their agents' output are unknown.
 async fn end_for_watcher(watcher: PathBuf, ids: Vec<String>) {
     for id in ids {
         protocol::send_from_dispatcher(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;

@@ -58,7 +58,7 @@ impl Lines {
     }
 }
 
-/// The last [`STDERR_TAIL_BYTES`] of standard error.
+/// The last `STDERR_TAIL_BYTES` of standard error.
 #[derive(Default)]
 pub struct StderrTail(VecDeque<u8>);
 

@@ -2,8 +2,8 @@
 //!
 //! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
 //! changes before that moment, which separates one tool call from the next. The crate `notify` is unsuitable: it also
-//! watches for opened files, so that a search through the home fills the queue, and it identifies folders by path, which
-//! rename(2) changes.
+//! watches for opened files, so that a search through the home fills the queue, and it identifies folders by path,
+//! which rename(2) changes.
 //!
 //! Folders are opened below the home without following links and without crossing mounts.
 

@@ -1,5 +1,5 @@
-//! Measures the disk usage of the home's files. Each file counts once, however many hard links it has, and only if it is
-//! on the home's file system.
+//! Measures the disk usage of the home's files. Each file counts once, however many hard links it has, and only if it
+//! is on the home's file system.
 //!
 //! Symbolic links are not followed. Directories that are not reached before the deadline are skipped.
 
