@@ -105,8 +105,8 @@ impl Kernel {
     }
 
     /// Writes a line to `activity.log`. A dropped line is reported as a gap.
-    pub fn note(&self, what: &str) {
-        let _ = self.records.note(what);
+    pub fn note(&self, text: &str) {
+        let _ = self.records.note(text);
     }
 
     /// Notes in `activity.log` that a cost limit has refused a dispatch, at most once a minute for each user.

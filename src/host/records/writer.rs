@@ -146,9 +146,9 @@ impl Records {
     ///
     /// # Errors
     /// [`QueueFull`].
-    pub fn note(&self, what: &str) -> Result<(), QueueFull> {
-        let what: String = what.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        self.accept(Record::Activity, format!("{} {what}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
+    pub fn note(&self, text: &str) -> Result<(), QueueFull> {
+        let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        self.accept(Record::Activity, format!("{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
     }
 
     fn accept(&self, record: Record, line: &[u8]) -> Result<(), QueueFull> {

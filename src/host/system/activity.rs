@@ -19,8 +19,8 @@ use svc_base::clock;
 const FILE: &str = "activity.log";
 
 /// Appends a line with the current time. A failure is only logged: no work depends on it.
-pub fn note(layout: &Layout, what: &str) {
-    match append(layout, what) {
+pub fn note(layout: &Layout, text: &str) {
+    match append(layout, text) {
         Ok(()) => {}
         // The directory is created at a machine's boot, before any of these programs runs.
         Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -30,7 +30,7 @@ pub fn note(layout: &Layout, what: &str) {
     }
 }
 
-fn append(layout: &Layout, what: &str) -> io::Result<()> {
+fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
     let below = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
     let mut file = Folder::open(layout.root())?.folder(below)?.append(OsStr::new(FILE))?;
@@ -40,8 +40,8 @@ fn append(layout: &Layout, what: &str) -> io::Result<()> {
         file.read_exact_at(&mut last, length - 1)?;
     }
     let missing_end = if last == [b'\n'] { "" } else { "\n" };
-    let what: String = what.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    file.write_all(format!("{missing_end}{} {what}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    file.write_all(format!("{missing_end}{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
 }
 
 #[cfg(test)]
@@ -60,7 +60,7 @@ mod tests {
 
     fn lines(layout: &Layout) -> Vec<String> {
         let text = fs::read_to_string(layout.logs().join(FILE)).unwrap();
-        text.lines().map(|line| line.split_once(' ').map_or(line, |(_, what)| what).to_owned()).collect()
+        text.lines().map(|line| line.split_once(' ').map_or(line, |(_, text)| text).to_owned()).collect()
     }
 
     #[test]
