@@ -1,5 +1,4 @@
-//! `svc-heartbeat`: the daily maintenance of the machine's records, which rotates and expires them and measures the
-//! storage.
+//! `svc-heartbeat`: rotates and expires the machine's records once a day, and measures its storage.
 //!
 //! This module contains the command line, the configuration and the order of the steps. Each run derives its work from
 //! the files on disk, so a killed run is simply repeated. A failed step does not stop the others.

@@ -107,8 +107,8 @@ fn time_limit() -> Duration {
     if failpoint::pass("hook.patient").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
 }
 
-/// The time since this process was started, in steps of 10 ms: on a busy machine, it may have waited for a CPU. Zero if
-/// unknown.
+/// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have
+/// waited for a CPU.
 fn process_age() -> Duration {
     let Ok(stat) = ProcessStat::of_this_process() else { return Duration::ZERO };
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from);

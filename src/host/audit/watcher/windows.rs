@@ -22,7 +22,7 @@ pub struct Agent {
     pub dispatch: Option<String>,
 }
 
-/// The time window of a running tool call. Changes in it may be the call's.
+/// The time window of a running tool call. The call may have made any change in it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Window {
