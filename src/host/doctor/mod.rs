@@ -58,7 +58,7 @@ pub async fn run_checks() -> Report {
         file_checks.check("env-files", files::env_files),
         file_checks.check("secrets", files::secrets),
         file_checks.check("gate", release::gate),
-        file_checks.check("release", release::current_version),
+        file_checks.check("release", release::current),
         file_checks.check("update", release::update),
         Check::new("database", NETWORK_CHECK_TIMEOUT, database::check(&layout)),
         Check::new("gateway", NETWORK_CHECK_TIMEOUT, gateway::check(&layout)),
