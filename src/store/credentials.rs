@@ -23,7 +23,7 @@ pub struct TemporaryCredentials {
 }
 
 impl TemporaryCredentials {
-    pub fn signing(&self) -> AwsCredential {
+    pub fn to_aws_credential(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key.clone(),
             secret_key: self.secret_key.expose_secret().to_owned(),

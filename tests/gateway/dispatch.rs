@@ -377,7 +377,7 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     // A new limit also counts earlier spending, and the log says so.
     send_json(host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 })))
         .await?;
-    let expected = "the monthly cost limit is $100.00; what was spent in its period already counts: $";
+    let expected = "the monthly cost limit is $100.00; spending in the current period already counts: $";
     wait_until_logged(&host, expected).await
 }
 

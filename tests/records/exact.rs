@@ -16,7 +16,7 @@ use serde_json::Value;
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::ledger::{GroupBy, Report, UsageQuery};
 use svc::host::records::money::Dollars;
-use svc::host::records::usage_book::{Book, FAILPOINTS};
+use svc::host::records::usage_book::{FAILPOINTS, UsageBook};
 use svc::host::records::writer::Writer;
 use svc::host::system::layout::Layout;
 
@@ -80,7 +80,7 @@ fn victim() {
     svc::failpoint::arm();
     let layout = Layout::new(dir);
     let writer = Writer::start(layout.logs()).unwrap();
-    let book = Book::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
+    let book = UsageBook::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
     let acknowledged = File::options().write(true).open(layout.root().join("acknowledged")).unwrap();
     println!("begun");
     std::thread::scope(|scope| {
@@ -206,7 +206,7 @@ impl Campaign {
             "interactions are missing that were not lost in a kill"
         );
         let writer = Writer::start(logs.clone())?;
-        let book = Book::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
+        let book = UsageBook::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
         for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {
             let expected = group_sums(&sums, group_by);
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });

@@ -191,7 +191,7 @@ impl Machine {
     pub fn set_current_release(&self, version: &str, digest: &str) -> Result<()> {
         let release = self.path("opt/svc/releases").join(version);
         fs::create_dir_all(&release)?;
-        fs::write(release.join(svc::host::system::release::DIGEST), format!("{digest}\n"))?;
+        fs::write(release.join(svc::host::system::release::DIGEST_FILE), format!("{digest}\n"))?;
         Ok(std::os::unix::fs::symlink(Path::new("releases").join(version), self.path("opt/svc/current"))?)
     }
 

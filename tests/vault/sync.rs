@@ -236,7 +236,7 @@ async fn writers_resume_when_response_names_another_operation() -> Result<()> {
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
-    let lock = svc::host::system::quiesce::lock(&layout).await?;
+    let lock = svc::host::system::quiesce::acquire_lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(operation).write(&layout, &lock)?;
     drop(lock);
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
@@ -272,7 +272,7 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     assert_eq!(writes(), 1, "the metadata is unchanged");
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
     platform.queue((0..60).map(|_| ScriptedResponse::Lost));
-    let lock = svc::host::system::quiesce::lock(&layout).await?;
+    let lock = svc::host::system::quiesce::acquire_lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
     wait_until("the change", || writes() == 2).await?;
     running.signal(Signal::SIGTERM)?;

@@ -13,7 +13,7 @@ const EXPIRY_WARNING_DIVISOR: i32 = 6;
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("certificate");
-    let settings = certificate::settings(layout);
+    let settings = certificate::read_settings(layout);
     let Some(seen) = certificate::read(layout) else {
         return findings.skipped("the gateway has not reported its certificate");
     };

@@ -21,7 +21,7 @@ pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("gateway");
     let next = "systemctl status svc-gateway; journalctl -u svc-gateway -n 50";
     let listen = services_env(layout).or_default(&vars::GATEWAY_LISTEN);
-    let pin = match probe::pin(layout) {
+    let pin = match probe::read_pin(layout) {
         Ok(Some(pin)) => pin,
         Ok(None) => return findings.problem("no TLS key yet: the gateway has never started", next),
         Err(error) => {
@@ -56,7 +56,7 @@ struct SentRegistration {
 
 pub fn check_key(layout: &Layout) -> Findings {
     let findings = Findings::new("tls-key");
-    let pin = match probe::pin(layout) {
+    let pin = match probe::read_pin(layout) {
         Ok(Some(pin)) => pin.to_string(),
         Ok(None) => return findings.skipped("the gateway has no key yet"),
         Err(error) => {

@@ -32,7 +32,7 @@ const NEXT_STEP_LINKS: &str =
 
 pub fn check_current(layout: &Layout) -> Findings {
     let findings = Findings::new("release");
-    let Some(version) = release::current(layout) else {
+    let Some(version) = release::current_version(layout) else {
         let next = "`svc svc-update boot` fetches and installs the release that update.env names";
         return findings.problem(format!("{} names no release", layout.current().display()), next);
     };
@@ -50,7 +50,7 @@ pub fn check_current(layout: &Layout) -> Findings {
         }
     };
     // The container's tools are no substitute, because only root can use them.
-    let lacks_tools = systemd::runs(layout)
+    let lacks_tools = systemd::is_running(layout)
         && PgTools::locate(&mut super::services_env(layout), layout) == PgTools::Container;
     let findings = if lacks_tools {
         findings.problem(
@@ -63,7 +63,7 @@ pub fn check_current(layout: &Layout) -> Findings {
     } else {
         findings
     };
-    let digest = release::digest(&dir).ok().flatten().unwrap_or_default();
+    let digest = release::read_digest(&dir).ok().flatten().unwrap_or_default();
     findings.or_ok(format!("{version}, bundle sha256 {digest}"))
 }
 

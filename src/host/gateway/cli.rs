@@ -82,7 +82,7 @@ impl From<RecordName> for RecordKind {
 /// # Errors
 /// The records cannot be read, or the report cannot be printed.
 pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
-    let ledger = usage_book::read(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
+    let ledger = usage_book::read_ledger(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
     let UsageArgs { by, user, since, until, json } = args;
     let report = ledger.report(&UsageQuery { user_id: user, start: since, end: until, group_by: by });
     if json {
@@ -121,11 +121,11 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
 pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
     // Open the tail first, so that lines written in the meantime are printed afterwards.
-    let tail = args.follow.then(|| Tail::at_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
+    let tail = args.follow.then(|| Tail::from_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
     let (mut lines, mut before) = (Vec::new(), None);
     let limit = args.lines as usize;
     while lines.len() < limit {
-        let page = page::newest(kind, &logs, before, limit - lines.len(), |_| Verdict::Take);
+        let page = page::read_newest(kind, &logs, before, limit - lines.len(), |_| Verdict::Take);
         let page = match page {
             // Retention removed the file in the meantime.
             Err(PageError::Gone) => break,
@@ -144,7 +144,7 @@ pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     }
     let Some(mut tail) = tail else { return Ok(()) };
     loop {
-        let lines = tail.lines().or_exit(Exit::Internal)?;
+        let lines = tail.read_lines().or_exit(Exit::Internal)?;
         if lines.is_empty() {
             std::thread::sleep(POLL_INTERVAL);
         }

@@ -138,8 +138,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let services = Arc::new(Services::new(&config, change_ids)?);
     let Services { apps, database, quotas, changes, kernel, dispatcher, writers, .. } = &*services;
 
-    let release =
-        release::current(&layout).map_or_else(String::new, |version| format!(" of release {version}"));
+    let release = release::current_version(&layout)
+        .map_or_else(String::new, |version| format!(" of release {version}"));
     kernel.note(&format!("the gateway{release} has started"));
     let supervisor = apps::SupervisorContext {
         layout: layout.clone(),

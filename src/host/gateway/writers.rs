@@ -117,7 +117,7 @@ impl Writers {
         let _change = self.change.lock().await;
         let mut quiesce = self.record_quiesce(operation).await?;
         self.dispatcher.pause();
-        let running_dispatches = self.dispatcher.running();
+        let running_dispatches = self.dispatcher.running_count();
         if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle().await {
             quiesce.quiesced_at = Some(clock::now_ms());
             self.store(&quiesce).await?;
@@ -140,7 +140,7 @@ impl Writers {
     }
 
     async fn store(&self, quiesce: &Quiesce) -> Result<(), Problem> {
-        let lock = quiesce::lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
+        let lock = quiesce::acquire_lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
         let (layout, stored) = (self.layout.clone(), quiesce.clone());
         blocking(move || stored.write(&layout, &lock)).await?;
         self.lock().quiesce = Some(quiesce.clone());

@@ -233,7 +233,7 @@ impl Download<'_> {
                 Ok(()) => return Ok(hex::encode(digest.finalize())),
                 Err(error) => {
                     if self.received > before {
-                        backoff.progress();
+                        backoff.record_progress();
                     }
                     back_off(&mut backoff, error).await?;
                 }

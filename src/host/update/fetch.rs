@@ -57,7 +57,7 @@ pub async fn ensure_release(
     if !dir.is_dir() {
         return fetch_release(layout, source, version, expected).await;
     }
-    let found = release::digest(&dir)?.unwrap_or_default();
+    let found = release::read_digest(&dir)?.unwrap_or_default();
     if found == expected.sha256 {
         return Ok(());
     }

@@ -161,7 +161,7 @@ pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), Histo
 
 /// Removes old releases. Keeps the current one, the previous one, and the newest other release that is not quarantined.
 pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
-    let Some(current) = release::current(layout) else { return Ok(()) };
+    let Some(current) = release::current_version(layout) else { return Ok(()) };
     let releases = read_releases(layout)?;
     let mut others: Vec<_> = releases::list_versions(layout)?
         .into_iter()

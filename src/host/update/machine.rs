@@ -371,7 +371,7 @@ impl<S: Services> Updater<S> {
     }
 
     fn gateway_client(&self) -> Option<probe::Gateway> {
-        let pin = probe::pin(&self.layout).ok().flatten()?;
+        let pin = probe::read_pin(&self.layout).ok().flatten()?;
         probe::Gateway::new(self.listen, pin).ok()
     }
 }
@@ -381,7 +381,7 @@ impl<S: Services> Updater<S> {
 /// # Errors
 /// [`UpdateError::NoRelease`].
 pub fn current_release(layout: &Layout) -> Result<ImageVersion, UpdateError> {
-    release::current(layout).ok_or(UpdateError::NoRelease)
+    release::current_version(layout).ok_or(UpdateError::NoRelease)
 }
 
 #[cfg(test)]

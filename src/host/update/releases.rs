@@ -60,7 +60,7 @@ impl StagedRelease {
         sha256: &str,
     ) -> Result<(), InstallError> {
         check_release(&self.path, version)?;
-        let digest = self.path.join(release::DIGEST);
+        let digest = self.path.join(release::DIGEST_FILE);
         fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;
         // One sync of the file system is cheaper than one per file.
         File::open(&self.path)
@@ -100,7 +100,8 @@ fn check_release(dir: &Path, version: &ImageVersion) -> Result<(), InstallError>
 
 /// Returns the current release, if it is complete.
 pub fn find_complete_current(layout: &Layout) -> Option<ImageVersion> {
-    release::current(layout).filter(|version| check_release(&layout.release(version), version).is_ok())
+    release::current_version(layout)
+        .filter(|version| check_release(&layout.release(version), version).is_ok())
 }
 
 /// Makes a release current by renaming one link. Idempotent.

@@ -82,7 +82,7 @@ impl Systemctl {
         if let Some(program) = env.text(&vars::SVC_SYSTEMCTL).map(PathBuf::from) {
             return Some(Self { program, setup_commands: Vec::new() });
         }
-        if !systemd::runs(layout) {
+        if !systemd::is_running(layout) {
             return None;
         }
         let conf = |dir: &str| layout.root().join("etc").join(dir).join("svc.conf").display().to_string();

@@ -116,7 +116,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             let bytes = self.read_progress_bytes();
             if bytes > max_bytes {
                 max_bytes = bytes;
-                backoff.progress();
+                backoff.record_progress();
             }
             if let Err(DeadlinePassed) = backoff.pause().await {
                 return Err(self.timeout_error(journal));

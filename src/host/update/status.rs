@@ -58,7 +58,7 @@ pub fn print_status(layout: &Layout, format: Format) -> Result<(), Failure> {
 }
 
 fn read_status(layout: &Layout) -> Result<Status, Failure> {
-    let current = release::current(layout);
+    let current = release::current_version(layout);
     let mut releases = Vec::new();
     for version in releases::list_versions(layout).or_exit(Exit::Internal)? {
         let dir = layout.release(&version);
@@ -66,7 +66,7 @@ fn read_status(layout: &Layout) -> Result<Status, Failure> {
         releases.push(ReleaseRow {
             current: current.as_ref() == Some(&version),
             created_at: manifest.created_at,
-            bundle_sha256: release::digest(&dir).or_exit(Exit::Internal)?,
+            bundle_sha256: release::read_digest(&dir).or_exit(Exit::Internal)?,
             components: manifest.components,
             version,
         });

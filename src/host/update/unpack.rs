@@ -15,7 +15,7 @@ use flate2::bufread::MultiGzDecoder;
 use tokio::sync::mpsc;
 
 use crate::system::tar_reader::EntryKind;
-use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
+use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quote_path};
 
 /// Number of chunks between the download and the unpacker; each can have a few hundred KiB.
 const CHUNK_QUEUE_CAPACITY: usize = 2;
@@ -129,7 +129,7 @@ struct Tree<'a> {
 
 impl Tree<'_> {
     fn add(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), UnpackError> {
-        let refuse = |why| Err(UnpackError::Refused { path: quoted(&entry.path), why });
+        let refuse = |why| Err(UnpackError::Refused { path: quote_path(&entry.path), why });
         let Some(path) = relative_path(&entry.path) else {
             return refuse("its path leaves the release");
         };
@@ -179,7 +179,7 @@ impl Tree<'_> {
     }
 
     fn create_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
-        let refuse = |why| Err(UnpackError::Refused { path: quoted(path), why });
+        let refuse = |why| Err(UnpackError::Refused { path: quote_path(path), why });
         if !stays_inside(path, target) {
             return refuse("it is a link that leaves the release");
         }
@@ -195,7 +195,7 @@ impl Tree<'_> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
         for link in &self.links {
-            let refuse = |why| UnpackError::Refused { path: quoted(link), why };
+            let refuse = |why| UnpackError::Refused { path: quote_path(link), why };
             let end = fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a dangling link"))?;
             if !end.starts_with(&root) {
                 return Err(refuse("it is a link that leaves the release"));

@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use svc::host::agents::adapters::{AdapterKind, Exit, Outcome};
-use svc::host::agents::protocol::{Ended, FromRunner, ToRunner};
+use svc::host::agents::protocol::{GatewayFrame, RunResult, RunnerFrame};
 use svc::host::audit::hook;
 use svc::host::audit::protocol::Message;
 use svc::host::records::entry::DispatchError;
@@ -104,12 +104,12 @@ pub fn agent_frames() -> Target {
 
 fn frames() -> impl Strategy<Value = Vec<u8>> {
     let frame = prop_oneof![
-        any::<u32>().prop_map(|pid| FromRunner::Ready { pid }),
-        any::<u32>().prop_map(|pid| FromRunner::Started { pid }),
-        prop::collection::vec(any::<u8>(), 0..60).prop_map(FromRunner::Line),
-        Just(()).prop_map(|()| FromRunner::LongLine),
-        "\\PC{0,20}".prop_map(FromRunner::Refused),
-        any::<i32>().prop_map(|code| FromRunner::Ended(Ended {
+        any::<u32>().prop_map(|pid| RunnerFrame::Ready { pid }),
+        any::<u32>().prop_map(|pid| RunnerFrame::Started { pid }),
+        prop::collection::vec(any::<u8>(), 0..60).prop_map(RunnerFrame::Line),
+        Just(()).prop_map(|()| RunnerFrame::LongLine),
+        "\\PC{0,20}".prop_map(RunnerFrame::Refused),
+        any::<i32>().prop_map(|code| RunnerFrame::Ended(RunResult {
             exit: Exit::Code(code),
             stderr_tail: "no".to_owned(),
             usage: None,
@@ -132,28 +132,29 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes;
     loop {
         let before = input.len();
-        let Ok(Some(frame)) = FromRunner::read(&mut input).await else { break };
+        let Ok(Some(frame)) = RunnerFrame::read(&mut input).await else { break };
         let consumed = before - input.len();
         if consumed < 5 {
             return Err(format!("{frame:?} was parsed from {consumed} bytes"));
         }
         let mut written = Vec::new();
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
-        let again = FromRunner::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        let again = RunnerFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         if again.as_ref() != Some(&frame) {
             return Err(format!("{frame:?} was reparsed as {again:?}"));
         }
     }
     let mut input = bytes;
-    while let Ok(Some(frame)) = ToRunner::read(&mut input).await {
+    while let Ok(Some(frame)) = GatewayFrame::read(&mut input).await {
         let mut written = Vec::new();
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
-        let again = ToRunner::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        let again = GatewayFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         let is_same = match (&frame, again) {
-            (ToRunner::Order(one), Some(ToRunner::Order(other))) => {
+            (GatewayFrame::Order(one), Some(GatewayFrame::Order(other))) => {
                 serde_json::to_vec(one).ok() == serde_json::to_vec(&other).ok()
             }
-            (ToRunner::Go, Some(ToRunner::Go)) | (ToRunner::Cancel, Some(ToRunner::Cancel)) => true,
+            (GatewayFrame::Go, Some(GatewayFrame::Go))
+            | (GatewayFrame::Cancel, Some(GatewayFrame::Cancel)) => true,
             _ => false,
         };
         if !is_same {
@@ -165,7 +166,7 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
 
 async fn check_valid_frames(bytes: &[u8]) -> Result<(), String> {
     let (mut input, mut written) = (bytes, Vec::new());
-    while let Some(frame) = FromRunner::read(&mut input).await.map_err(|error| error.to_string())? {
+    while let Some(frame) = RunnerFrame::read(&mut input).await.map_err(|error| error.to_string())? {
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
     }
     if written == bytes { Ok(()) } else { Err("the frames differ".to_owned()) }
@@ -199,7 +200,7 @@ fn outputs() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn run_adapter(kind: AdapterKind, bytes: &[u8]) -> Outcome {
-    let mut adapter = kind.adapter();
+    let mut adapter = kind.create_adapter();
     for (at_ms, line) in (0..).zip(String::from_utf8_lossy(bytes).lines()) {
         drop(adapter.parse_line(at_ms, line));
     }

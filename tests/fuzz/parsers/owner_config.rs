@@ -99,7 +99,7 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let is_same = settings.time_zone == wanted["costLimits"]["timeZone"]
         && wanted["costLimits"]["daily"].as_f64() == json!(settings.limits.daily).as_f64()
         && settings.agents.agents.len() == named
-        && settings.storage.of("notes") == Some(5)
-        && settings.storage.of("other") == Some(1_000_000);
+        && settings.storage.quota_for("notes") == Some(5)
+        && settings.storage.quota_for("other") == Some(1_000_000);
     if is_same { Ok(()) } else { Err(format!("parsed as {settings:?}")) }
 }

@@ -140,7 +140,7 @@ impl Quotas {
 
     /// The quota of an app in bytes.
     pub fn quota_bytes(&self, settings: &StorageQuotas, slug: &str) -> u64 {
-        settings.of(slug).unwrap_or(self.default_quota_bytes)
+        settings.quota_for(slug).unwrap_or(self.default_quota_bytes)
     }
 
     /// The last measured bytes of an app's tables and indexes; `None` before the first measurement.

@@ -117,7 +117,7 @@ impl CertificateKeeper {
             identity,
             config,
         };
-        let settings = certificate::settings(&keeper.config.layout);
+        let settings = certificate::read_settings(&keeper.config.layout);
         keeper.load_stored_chain(&settings);
         keeper.resume_backoff(&settings);
         Ok(keeper)
@@ -142,7 +142,7 @@ impl CertificateKeeper {
     }
 
     async fn check(&mut self) {
-        let settings = certificate::settings(&self.config.layout);
+        let settings = certificate::read_settings(&self.config.layout);
         if let Some(file) = self.config.file.clone() {
             self.check_file(&file, &settings);
         } else if let Some((name, acme)) = settings.host_name.clone().zip(settings.acme.clone()) {
@@ -261,7 +261,7 @@ impl CertificateKeeper {
         }
         // The router passes validations through only to a registered machine.
         let Some(machine) = self.config.machine else { return };
-        if registration::accepted(&self.config.layout, machine).is_none() {
+        if registration::read_accepted(&self.config.layout, machine).is_none() {
             return;
         }
         // Record the attempt first: a gateway that is killed during the request must not order again at its next start.

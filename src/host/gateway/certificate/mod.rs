@@ -39,7 +39,7 @@ pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
 /// # Errors
 /// The machine has no name or no key yet, or its key cannot be read.
 pub fn print_csr(layout: &Layout) -> Result<(), Failure> {
-    let Some(name) = certificate::settings(layout).host_name else {
+    let Some(name) = certificate::read_settings(layout).host_name else {
         let error = anyhow!("this machine has no name: set HOST_DOMAIN on the platform");
         return Err(Failure::new(Exit::Config, error));
     };

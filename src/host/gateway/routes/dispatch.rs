@@ -71,7 +71,7 @@ fn wants_json(headers: &HeaderMap) -> bool {
 }
 
 pub async fn list(State(dispatcher): State<Arc<Dispatcher>>) -> Result<Json<Value>, Problem> {
-    dispatcher.ready().await?;
+    dispatcher.wait_until_ready().await?;
     let all = dispatcher.list();
     let all: Vec<Value> = all.iter().take(MAX_LISTED).map(|dispatch| dispatch.to_json()).collect();
     Ok(Json(json!({ "dispatches": all })))
@@ -121,7 +121,7 @@ pub async fn cancel(
 }
 
 async fn find_dispatch(dispatcher: &Dispatcher, id: &str) -> Result<DispatchTarget, Problem> {
-    dispatcher.ready().await?;
+    dispatcher.wait_until_ready().await?;
     let unknown = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
     let id: DispatchId = id.parse().map_err(|_| unknown())?;
     dispatcher.find(&id).await?.ok_or_else(unknown)
@@ -177,7 +177,7 @@ fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
 /// Waits for the events from number `from` on. Returns them and the number to continue with, which is `None` after the
 /// last event.
 async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
-    let mut updates = log.watch();
+    let mut updates = log.subscribe();
     updates.mark_unchanged();
     let read = log.read(from);
     if !read.events.is_empty() || read.is_over {

@@ -63,7 +63,7 @@ fn measure_backups(logs: &Path) {
         status: String,
         key: Option<String>,
     }
-    let newest = page::newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |_| Verdict::Take);
+    let newest = page::read_newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |_| Verdict::Take);
     let lines = newest.map(|page| page.lines).unwrap_or_default();
     let runs: Vec<Run> = lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let has_succeeded = |run: &Run| run.status == "success";

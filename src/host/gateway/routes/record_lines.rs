@@ -126,7 +126,7 @@ pub async fn list(
     let logs = kernel.logs();
     let read = tokio::task::spawn_blocking(move || {
         let mut entries = Vec::new();
-        let page = page::newest(view.kind, &logs, cursor, limit, |line| {
+        let page = page::read_newest(view.kind, &logs, cursor, limit, |line| {
             let Some(entry) = parse_line(view, line) else { return Verdict::Skip };
             let verdict = filter.evaluate(&entry);
             if verdict == Verdict::Take {
@@ -166,8 +166,8 @@ pub async fn follow(
     let permit = kernel.admit_listener().ok_or_else(too_many)?;
     let logs = kernel.logs();
     let opened = tokio::task::spawn_blocking(move || match last_event_id {
-        Some(position) => Tail::after(view.kind, logs, position),
-        None => Tail::at_end(view.kind, logs).map(Some),
+        Some(position) => Tail::resume_after(view.kind, logs, position),
+        None => Tail::from_end(view.kind, logs).map(Some),
     });
     let tail = opened.await.map_err(|error| Problem::internal(&error))?;
     let tail = tail.map_err(|error| Problem::internal(&error))?;
@@ -226,7 +226,7 @@ impl Listener {
             }
             let mut tail = self.tail.take()?;
             let (tail, lines) = tokio::task::spawn_blocking(move || {
-                let lines = tail.lines();
+                let lines = tail.read_lines();
                 (tail, lines)
             })
             .await

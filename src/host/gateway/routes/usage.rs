@@ -23,7 +23,7 @@ pub async fn report_usage(
     let mut fields = Fields::of_query(&query.unwrap_or_default());
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
-    kernel.ready().await?;
+    kernel.wait_for_book().await?;
     // A report over years and many users is slow.
     let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;

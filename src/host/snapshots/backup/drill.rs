@@ -51,7 +51,7 @@ impl DrillError {
     fn exit(&self) -> Exit {
         match self {
             Self::Damaged { .. } => Exit::Refused,
-            Self::Store(error) => crate::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit_code(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),

@@ -91,7 +91,7 @@ pub enum DumpError {
 impl DumpError {
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Upload(UploadError::Store(error)) => store::exit(error),
+            Self::Upload(UploadError::Store(error)) => store::exit_code(error),
             Self::Query(error) => postgres::exit(error),
             _ => Exit::Internal,
         }
@@ -165,7 +165,7 @@ async fn dump_to_sink(
     let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
     let reader = DumpCheck::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
-    postgres_tools::widen_pipe(&stdout);
+    postgres_tools::enlarge_pipe(&stdout);
     let stderr_tail = tokio::spawn(dump_check::read_stderr_tail(dump.stderr.take()));
 
     let pumped = match pump(stdout, &reader, sink).await {

@@ -60,7 +60,7 @@ impl DumpCheck {
         let start = |source| DumpCheckError::Start { tool: "pg_restore", source };
         let mut child = tools.check_dump().spawn().map_err(start)?;
         if let Some(stdin) = &child.stdin {
-            postgres_tools::widen_pipe(stdin);
+            postgres_tools::enlarge_pipe(stdin);
         }
         let stderr_tail = tokio::spawn(read_stderr_tail(child.stderr.take()));
         let (chunks, queue) = mpsc::channel(QUEUE_CAPACITY);

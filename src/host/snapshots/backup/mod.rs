@@ -39,7 +39,7 @@ use crate::system::config;
 use crate::system::config::begin_log;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
-use crate::system::store_credentials::DuringOutage;
+use crate::system::store_credentials::OutagePolicy;
 use crate::system::user;
 use job::{RunOptions, Unpublished};
 use request::RequestFile;
@@ -210,8 +210,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     let stepped_down = match command {
         // An export starts a process for each user whose files it reads.
         Command::Export { .. } | Command::ExportHome { .. } => Ok(()),
-        Command::ExportArchive => user::become_gateway(&layout),
-        _ => user::step_down(&layout),
+        Command::ExportArchive => user::switch_to_gateway_user(&layout),
+        _ => user::drop_privileges(&layout),
     };
     if let Err(error) = stepped_down {
         return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
@@ -231,7 +231,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             Command::Export { output } => export::run(&layout, &output, watch_stop_signal()?).await,
             Command::ExportArchive => {
                 request_id::run_with_new_id(async {
-                    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+                    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
                     export::write_archive(&settings).await
                 })
                 .await
@@ -246,7 +246,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 }
 
 async fn accept(layout: Layout) -> Result<(), Failure> {
-    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| lock_failure(error, "another backup is under way"))?;
     shrink_guard::accept(&lock, &settings).await
@@ -270,7 +270,7 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     }
     let request = args.request.then(|| RequestFile::new(&layout, "backup"));
     let id = request.as_ref().and_then(RequestFile::id).unwrap_or_else(request_id::fresh);
-    let end = match BackupSettings::read(layout, DuringOutage::StoreSnapshots) {
+    let end = match BackupSettings::read(layout, OutagePolicy::UseOutageSession) {
         Ok(settings) => {
             request_id::run_with_id(id, back_up_with_retries(&settings, args, request.as_ref())).await
         }
@@ -334,7 +334,7 @@ async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
 
 /// Checks snapshots: verifies the targets or, for `None`, runs a drill.
 async fn run_check(layout: Layout, targets: Option<VerifyTargets>, wait: Duration) -> Result<(), Failure> {
-    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| lock_failure(error, "another check of snapshots is under way"))?;
     match targets {
@@ -355,7 +355,7 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
         SideCommand::Close => Some(SideAction::Close),
         SideCommand::Serve => None,
     };
-    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     // Drills use the same directory and databases.
     let wait = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;

@@ -11,7 +11,7 @@ use crate::system::layout::Layout;
 use crate::system::postgres::Server;
 use crate::system::postgres_tools::{Compression, PgTools};
 use crate::system::store::StoreLink;
-use crate::system::store_credentials::DuringOutage;
+use crate::system::store_credentials::OutagePolicy;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
@@ -34,7 +34,7 @@ pub struct BackupSettings {
 }
 
 impl BackupSettings {
-    pub fn read(layout: Layout, during_outage: DuringOutage) -> Result<Self, Failure> {
+    pub fn read(layout: Layout, outage_policy: OutagePolicy) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read_current(&mut env, &layout);
         let store = StoreLink::read(&mut env, &layout);
@@ -47,7 +47,7 @@ impl BackupSettings {
         let ((identity, store), database) = env.finish(parts)?;
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket: store.open_for(during_outage).or_exit(Exit::Config)?,
+            bucket: store.open_for(outage_policy).or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
             layout,
             identity,

@@ -106,7 +106,7 @@ impl AcceptError {
     fn exit(&self) -> Exit {
         match self {
             Self::Unusable(SnapshotUnusable::Store(error)) | Self::Pointer(PointerError::Store(error)) => {
-                crate::system::store::exit(error)
+                crate::system::store::exit_code(error)
             }
             Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
             Self::Pointer(_) => Exit::Unavailable,

@@ -55,7 +55,9 @@ enum VerifyError {
 impl VerifyError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) | Self::Reread(RereadError::Store(error)) => crate::system::store::exit(error),
+            Self::Store(error) | Self::Reread(RereadError::Store(error)) => {
+                crate::system::store::exit_code(error)
+            }
             Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
         }
@@ -75,7 +77,7 @@ impl ReadTimes {
 
     /// Reads the file. A file that does not parse counts as empty: snapshots are then read earlier than needed.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
-        let text = fsx::read_if_exists(&settings.layout.verified())?;
+        let text = fsx::read_if_exists(&settings.layout.verification_times())?;
         let read_times = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         let supported = read_times.filter(|read_times| read_times.version == Self::VERSION);
         Ok(supported.unwrap_or(Self { version: Self::VERSION, read_at: BTreeMap::new() }))
@@ -84,7 +86,7 @@ impl ReadTimes {
     fn record_read(&mut self, settings: &BackupSettings, key: &str) -> Result<(), FileError> {
         self.read_at.insert(key.to_owned(), clock::now_ms());
         let text = serde_json::to_vec(self).expect("a map of plain fields is JSON");
-        fsx::write_atomic(&settings.layout.verified(), &text, 0o600)
+        fsx::write_atomic(&settings.layout.verification_times(), &text, 0o600)
     }
 }
 

@@ -58,7 +58,7 @@ pub async fn reread(
             Err(RereadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %chain(&error), at = state.length, "the read was interrupted");
                 if state.length > before {
-                    backoff.progress();
+                    backoff.record_progress();
                 }
                 backoff.pause().await.map_err(|_| RereadError::Store(error))?;
             }

@@ -108,7 +108,7 @@ impl RestoreError {
 
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) => crate::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit_code(error),
             Self::Download(error) => map_refused(error.exit()),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => map_refused(error.exit()),
@@ -199,7 +199,7 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
         let loaded =
             staging::load_into_scratch(&settings.context, &dump, &side, RoleLifetime::Permanent).await?;
         assign_restore_id(settings, &loaded).await?;
-        settings.context.progress.at("putting the snapshot in place");
+        settings.context.progress.start_phase("putting the snapshot in place");
         let journal = Journal::new(&snapshot, &loaded);
         let swapped = async {
             journal.write(&settings.layout)?;

@@ -83,8 +83,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         // An import starts a process for each user whose files it writes.
         Some(Command::Import { .. }) => Ok(()),
         Some(Command::ImportStep(step)) if step.step.is_run_as_owner() => Ok(()),
-        Some(Command::ImportStep(_)) => user::become_gateway(&layout),
-        _ => user::step_down(&layout),
+        Some(Command::ImportStep(_)) => user::switch_to_gateway_user(&layout),
+        _ => user::drop_privileges(&layout),
     };
     if let Err(error) = stepped_down {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));

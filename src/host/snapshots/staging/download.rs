@@ -49,7 +49,7 @@ impl DownloadError {
     /// `Refused` if the object differs from its record.
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) => store::exit(error),
+            Self::Store(error) => store::exit_code(error),
             Self::WrongSize { .. } | Self::WrongDigest { .. } => Exit::Refused,
             Self::NoSpace { .. } | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
@@ -130,7 +130,7 @@ async fn complete(
     partial: &mut PartialFile,
     backoff: &mut Backoff,
 ) -> Result<(), DownloadError> {
-    context.progress.of_bytes(FETCH_PROGRESS, snapshot.size_bytes);
+    context.progress.start_bytes_phase(FETCH_PROGRESS, snapshot.size_bytes);
     while partial.length() < snapshot.size_bytes {
         let before = partial.length();
         match resume_download(context, snapshot, partial).await {
@@ -138,7 +138,7 @@ async fn complete(
             Err(DownloadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %chain(&error), at = partial.length(), "the download was interrupted");
                 if partial.length() > before {
-                    backoff.progress();
+                    backoff.record_progress();
                 }
                 backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
             }
@@ -169,7 +169,7 @@ async fn resume_download(
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
-        context.progress.bytes(FETCH_PROGRESS, partial.length(), snapshot.size_bytes);
+        context.progress.report_bytes(FETCH_PROGRESS, partial.length(), snapshot.size_bytes);
         failpoint::pass("restore.downloading")?;
         if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {

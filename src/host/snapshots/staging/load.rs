@@ -92,7 +92,7 @@ pub async fn load_into_scratch(
             apply_facts(&loaded, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
-        context.progress.at("comparing tables and rows with the record");
+        context.progress.start_phase("comparing tables and rows with the record");
         compare_with_record(context, &loaded, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
@@ -166,13 +166,13 @@ async fn report_progress(
 ) -> Infallible {
     const LOADING: &str = "loading the snapshot";
     let total = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
-    context.progress.of_bytes(LOADING, total);
+    context.progress.start_bytes_phase(LOADING, total);
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         // A failed query is repeated at the next interval.
         if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
             let loaded_bytes: i64 = row.try_get(0).unwrap_or_default();
-            context.progress.bytes(LOADING, loaded_bytes.unsigned_abs(), total);
+            context.progress.report_bytes(LOADING, loaded_bytes.unsigned_abs(), total);
         }
     }
 }
@@ -244,7 +244,7 @@ pub async fn compare_with_record(
                 .map_err(query("count the rows"))?,
         );
         rows = rows.saturating_add(counted_tables.last().map_or(0, |table| table.rows));
-        context.progress.rows(rows, total);
+        context.progress.report_rows(rows, total);
     }
     let mut recorded = side.tables.clone();
     counted_tables.sort();

@@ -100,7 +100,7 @@ impl Transfer {
                 Err(Interrupted::Download(DownloadError::Store(error))) if error.is_transient() => {
                     tracing::warn!(error = %chain(&error), at = self.length, "the transfer was interrupted");
                     if self.length > before {
-                        backoff.progress();
+                        backoff.record_progress();
                     }
                     backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
                 }

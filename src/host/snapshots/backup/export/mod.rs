@@ -100,7 +100,7 @@ fn output_path(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
     let parent = output.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let parent = parent.canonicalize().map_err(FileError::at("find", parent))?;
     let is_for_others =
-        user::is_root_for_others(layout).map_err(FileError::at("find", &layout.host_env()))?;
+        user::is_root_with_separate_users(layout).map_err(FileError::at("find", &layout.host_env()))?;
     for dir in parent.ancestors().filter(|_| is_for_others) {
         let meta = dir.symlink_metadata().map_err(FileError::at("inspect", dir))?;
         if meta.uid() != 0 || meta.mode() & 0o022 != 0 && meta.mode() & 0o1000 == 0 {
@@ -135,14 +135,14 @@ async fn run_processes(layout: &Layout, file: &File, except: &[&Path]) -> Result
     let output = file.try_clone().map_err(start(ARCHIVE))?;
     let home_input = home_end.try_clone().map_err(start(HOME))?;
 
-    let mut reader = user::program_as(layout, MachineUser::Owner, &["svc-db-backup", "export-home"])
+    let mut reader = user::applet_command(layout, MachineUser::Owner, &["svc-db-backup", "export-home"])
         .map_err(start(HOME))?;
     reader.args(except.iter().flat_map(|path| [Path::new("--except"), path]));
     reader.stdin(OwnedFd::from(home_input)).stdout(OwnedFd::from(home_end));
     let mut reading = reader.spawn().map_err(start(HOME))?;
     // Dropping the commands closes this process's ends of the connection.
     drop(reader);
-    let mut writer = user::program_as(layout, MachineUser::Gateway, &["svc-db-backup", "export-archive"])
+    let mut writer = user::applet_command(layout, MachineUser::Gateway, &["svc-db-backup", "export-archive"])
         .map_err(start(ARCHIVE))?;
     writer.stdin(OwnedFd::from(archive_end)).stdout(output);
     let mut writing = writer.spawn().map_err(start(ARCHIVE))?;

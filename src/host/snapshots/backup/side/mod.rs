@@ -101,7 +101,7 @@ impl SideError {
             | Self::Unusable(_)
             | Self::NotOpen
             | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
-            Self::Store(error) => crate::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit_code(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),

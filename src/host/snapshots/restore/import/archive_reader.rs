@@ -19,7 +19,7 @@ use crate::snapshots::archive::{
     ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE_RECORD, SYSTEM,
 };
 use crate::system::tar_reader::EntryKind;
-use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
+use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quote_path};
 use svc_base::fsx::FileError;
 use svc_store::snapshot::SideRecord;
 
@@ -185,7 +185,7 @@ impl<'a> Pass<'a> {
     fn read_entry(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         self.check_entry(&entry)?;
         if self.is_complete {
-            return Err(self.damaged(format!("{} comes after the manifest", quoted(&entry.path))));
+            return Err(self.damaged(format!("{} comes after the manifest", quote_path(&entry.path))));
         }
         let listed = match entry.path.to_str() {
             Some(ARCHIVE_INFO) => {
@@ -222,7 +222,7 @@ impl<'a> Pass<'a> {
         let has_known_parent =
             path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
         if !is_plain || !(is_top_level || has_known_parent) {
-            return Err(self.damaged(format!("{} is not a valid path in an archive", quoted(path))));
+            return Err(self.damaged(format!("{} is not a valid path in an archive", quote_path(path))));
         }
         let is_system = path.strip_prefix(HOME).is_ok_and(|inside| inside == Path::new(SYSTEM));
         let is_allowed = match entry.kind {
@@ -231,7 +231,7 @@ impl<'a> Pass<'a> {
             EntryKind::File => !is_system,
         };
         if !is_allowed {
-            return Err(self.damaged(format!("{} has the wrong kind, {:?}", quoted(path), entry.kind)));
+            return Err(self.damaged(format!("{} has the wrong kind, {:?}", quote_path(path), entry.kind)));
         }
         if entry.kind == EntryKind::Directory {
             self.directories.insert(name_digest(path));
@@ -244,14 +244,14 @@ impl<'a> Pass<'a> {
         entry: &mut TarEntry<'_, impl Read>,
     ) -> Result<(T, ArchiveEntry), ArchiveError> {
         if entry.size > MAX_JSON_BYTES {
-            return Err(self.damaged(format!("{} is too large", quoted(&entry.path))));
+            return Err(self.damaged(format!("{} is too large", quote_path(&entry.path))));
         }
         let mut text = Vec::new();
         let listed =
             copy_listed(entry, &mut text).map_err(|error| self.damaged_entry(&entry.path, &error))?;
         let parsed = serde_json::from_slice(&text);
-        let parsed =
-            parsed.map_err(|error| self.damaged(format!("{} is not valid: {error}", quoted(&entry.path))))?;
+        let parsed = parsed
+            .map_err(|error| self.damaged(format!("{} is not valid: {error}", quote_path(&entry.path))))?;
         Ok((parsed, listed))
     }
 
@@ -265,7 +265,7 @@ impl<'a> Pass<'a> {
     }
 
     fn damaged_entry(&self, path: &Path, error: &io::Error) -> ArchiveError {
-        self.damaged(format!("{}: {error}", quoted(path)))
+        self.damaged(format!("{}: {error}", quote_path(path)))
     }
 
     fn extract_entry(
@@ -289,7 +289,7 @@ impl<'a> Pass<'a> {
                 let listed = copy_listed(entry, &file).map_err(failed("write"))?;
                 let modified = std::time::UNIX_EPOCH
                     .checked_add(std::time::Duration::from_secs(entry.modified))
-                    .ok_or_else(|| self.damaged(format!("{} has no valid time", quoted(&entry.path))))?;
+                    .ok_or_else(|| self.damaged(format!("{} has no valid time", quote_path(&entry.path))))?;
                 file.set_modified(modified).map_err(failed("set the time of"))?;
                 let permissions = fs::Permissions::from_mode(mode);
                 file.set_permissions(permissions).map_err(failed("set the mode of"))?;

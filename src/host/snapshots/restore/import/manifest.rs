@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 
 use crate::snapshots::archive::ArchiveEntry;
 use crate::system::tar_reader::EntryKind;
-use crate::system::tar_reader::quoted;
+use crate::system::tar_reader::quote_path;
 use svc_base::untrusted_text;
 
 /// A path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
@@ -118,7 +118,7 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
         let mut seen = self.seen.iter();
         while let Some(listed) = entries.next_element::<ArchiveEntry>()? {
-            let name = quoted(Path::new(&listed.path));
+            let name = quote_path(Path::new(&listed.path));
             match seen.next() {
                 Some(digest) if *digest == entry_digest(&listed) => {}
                 Some(_) => {

@@ -138,7 +138,7 @@ impl ImportRun<'_> {
         let start = |source| ImportError::Start { step: name, source };
         let user = if step.is_run_as_owner() { MachineUser::Owner } else { MachineUser::Gateway };
         let mut command =
-            user::program_as(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
+            user::applet_command(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
         command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
         command.args(self.options.to_arguments());
         command.stdin(self.archive.try_clone().map_err(start)?);

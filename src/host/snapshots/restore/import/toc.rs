@@ -7,7 +7,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
-use crate::system::tar_reader::quoted;
+use crate::system::tar_reader::quote_path;
 
 /// Extensions that add only types and operators, without access to files, programs or other servers. The superuser
 /// creates those that an archive names.
@@ -135,7 +135,7 @@ fn classify(entry: &str) -> Result<EntryAction, TocError> {
 }
 
 fn quote_text(text: &str) -> String {
-    quoted(Path::new(text))
+    quote_path(Path::new(text))
 }
 
 #[cfg(test)]

@@ -223,7 +223,7 @@ impl Loader {
     ) -> Result<(), UntrustedError> {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
-        let command = context.tools.load_chosen(&server, &scratch.name, files.dump, files.chosen);
+        let command = context.tools.load_listed(&server, &scratch.name, files.dump, files.chosen);
         staging::run_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
