@@ -62,7 +62,7 @@ async fn unstartable_server_ends_the_recovery() {
     );
     let new = stack.get(&process, &format!("/vps/{}", recovery["machineId"].as_str().unwrap())).await.body;
     let message = new["failure"]["message"].as_str().unwrap_or_default();
-    assert!(message.starts_with("the provider could not start its server"), "{new}");
+    assert!(message.starts_with("the provider could not start the machine's server"), "{new}");
     let back = || async {
         let record = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
         record["replacedBy"].is_null().then_some(())

@@ -45,7 +45,7 @@ impl Access {
 /// Authenticates an operator and checks that they may call a route with this access.
 ///
 /// # Errors
-/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` for too many requests of the operator,
+/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` if the operator sends too many requests,
 /// `forbidden` for a missing scope, `database_unavailable`.
 pub async fn authorize(
     platform: &Platform,
@@ -83,7 +83,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
         TokenState::Valid => {}
         TokenState::Expired => {
             let detail = format!(
-                "This token of operator {name} has expired: use the newer one, or have an operator with the scope admin \
+                "This token of operator {name} has expired: use the newer one, or have an operator with the scope `admin` \
                  issue one with `svcctl operator rotate {name}`."
             );
             return Err(Problem::new(Code::Unauthorized, detail));

@@ -74,7 +74,10 @@ async fn resize(
         if is_change(&machine, to)? {
             entitlement::ensure_machine_entitled(platform, tx, &machine, to).await?;
             if let Some(operation) = db::operations::find_running(tx, id).await? {
-                let detail = format!("Its operation {} ({}) is running.", operation.id, operation.kind);
+                let detail = format!(
+                    "Operation {} ({}) of the machine is running; wait until it has ended.",
+                    operation.id, operation.kind
+                );
                 return Err(Problem::new(Code::InvalidState, detail)
                     .with("machineStatus", json!(machine.status))
                     .with("allowed", json!(["running"])));
@@ -85,11 +88,11 @@ async fn resize(
         let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
-                return Ok(Effect::unchanged(Reply::new(StatusCode::OK, body(&machine, to, None))));
+                return Ok(Effect::unchanged(Reply::new(StatusCode::OK, response_body(&machine, to, None))));
             }
         };
         let resizing = require_machine(db::machines::get(tx, id).await?, id)?;
-        let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, created));
+        let reply = Reply::new(StatusCode::ACCEPTED, response_body(&resizing, to, created));
         let (before, after) = (Some(machine.record()), Some(resizing.record()));
         Ok(Effect::changed(reply, AuditChange { action: "resize", target: id.to_string(), before, after }))
     };
@@ -105,14 +108,14 @@ fn require_machine(machine: Option<MachineRow>, id: MachineId) -> Result<Machine
 /// Whether the request changes the machine's type.
 ///
 /// # Errors
-/// If the machine cannot be resized.
+/// `invalid_state` if the machine cannot be resized.
 fn is_change(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     let event = Event::ResizeRequested { to: to.clone() };
     let outcome = transition(&machine.lifecycle(), &event);
     let outcome =
         outcome.map_err(|refusal| problems::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
     if machine.powered_off_at.is_some() {
-        let detail = "Its server is switched off; switch it on with `svcctl power on` first.";
+        let detail = "The machine's server is switched off; switch it on with `svcctl power on` first.";
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(machine.status))
             .with("allowed", json!(["running"])));
@@ -142,7 +145,7 @@ async fn ensure_disk_fits(
     let Some(server) = server else {
         // The reconciler decides what a missing server means.
         platform.reconcile.notify_one();
-        tracing::warn!(machine = %machine.id, server = id, "the provider does not know the server");
+        tracing::warn!(machine = %machine.id, server = id, "the provider has no server with this id");
         return Err(problems::provisioning_error());
     };
     if to.disk_gb < server.disk_gb {
@@ -155,7 +158,7 @@ async fn ensure_disk_fits(
     Ok(())
 }
 
-fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -> Resize {
+fn response_body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -> Resize {
     Resize {
         machine_id: machine.id.into(),
         server_type: to.into(),

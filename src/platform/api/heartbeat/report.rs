@@ -20,7 +20,7 @@ use svc_wire::host::{
 };
 use svc_wire::machine::{Disk, Health};
 
-// A host trusts the keys of one set.
+// A host trusts the keys of one set of bundle keys.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
 /// A heartbeat whose fields are valid, and whose texts are bounded and printable.
@@ -28,7 +28,7 @@ pub struct HeartbeatReport {
     pub sent: Heartbeat,
     /// When the reported verified snapshot was taken.
     pub backup_taken_at: Option<Timestamp>,
-    /// The registration that the platform accepted.
+    /// The registration that the platform has accepted, as the host reports it.
     pub registration: Option<HostRegistration>,
 }
 
@@ -71,12 +71,12 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let last_update = last_update(&mut fields);
     let checks = checks(&mut fields);
     let updating = fields.boolean("updating").unwrap_or(false);
-    let attention = attention::read(&mut fields);
+    let attention = attention::read_items(&mut fields);
     let proof_kids = fields.strings("proofKids", MAX_PROOF_KIDS);
     let trusted_keys = trusted_keys(&mut fields);
     let certificate = certificate(&mut fields);
     let registration = registration(&mut fields);
-    let built = (|| {
+    let report = (|| {
         let (last_backup, backup_taken_at) = last_backup.unzip();
         let sent = Heartbeat {
             image_version: image_version?,
@@ -95,7 +95,7 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
         };
         Some(HeartbeatReport { sent, backup_taken_at: backup_taken_at.flatten(), registration })
     })();
-    fields.finish(built)
+    fields.finish(report)
 }
 
 /// The ids of the keys whose signatures on releases the host accepts.
@@ -111,7 +111,7 @@ fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     let ids = inner.strings("ids", MAX_TRUSTED_KEYS);
     let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
     if !ids.iter().all(is_id) {
-        inner.wrong("ids", "must each have 16 hexadecimal digits");
+        inner.wrong("ids", "must each be 16 hexadecimal digits");
     }
     fields.close(inner);
     Some(TrustedKeyIds { sequence: sequence?.ok()?, ids })
@@ -154,7 +154,7 @@ fn health(fields: &mut Fields) -> Option<ComponentHealth> {
     Some(ComponentHealth { gateway: gateway?.into(), database: database?.into(), code: code.map(Into::into) })
 }
 
-/// `None` also if the host could not measure it.
+/// Reads the disk's size; `None` if the host could not measure it.
 fn disk(fields: &mut Fields) -> Option<Disk> {
     let mut inner = fields.optional_nested("disk")?;
     let (total, free) = (inner.required_number("totalBytes"), inner.required_number("freeBytes"));
