@@ -112,7 +112,7 @@ async fn learned_rate_follows_the_provider_up_and_down() {
     };
     assert!((rate_after(None, 0.0).await - 1.0).abs() < 1e-9, "without a report");
     assert!((rate_after(Some(2.0), 0.0).await - 2.0).abs() < 1e-9);
-    assert!((rate_after(Some(50.0), 1.0).await - 50.0).abs() < 1e-9, "a higher rate applies at once");
+    assert!((rate_after(Some(50.0), 1.0).await - 50.0).abs() < 1e-9, "a higher rate applies immediately");
     assert!((rate_after(Some(3.0), 1.0).await - 50.0).abs() < 1e-9, "a lower rate must wait for the window");
     assert!((rate_after(Some(3.0), 31.0).await - 50.0).abs() < 1e-9, "the previous window still counts");
     assert!((rate_after(Some(3.0), 31.0).await - 3.0).abs() < 1e-9, "then the lower rate applies");

@@ -50,7 +50,7 @@ enum LaterMachine {
     },
     /// Proven long ago; the provider has lost its server.
     ServerLost,
-    /// The same, and deleted since.
+    /// Proven long ago; the provider has lost its server, and the machine has been deleted since.
     ServerLostThenDeleted {
         old: bool,
     },
@@ -272,7 +272,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
         assert_eq!(until, holds_data.then(|| case.expected()), "{case:?}");
     }
 
-    // One page at a time; a machine with an operation has no time.
+    // The machines are listed in pages; a machine with a running operation is not listed.
     let mut removable = HashSet::new();
     loop {
         let page = kept_servers::list_removable(&session, &retention).await.unwrap();

@@ -111,7 +111,7 @@ async fn token_expires_with_the_overlap_after_rotation() {
     for token in [&first, &second] {
         assert_eq!(who_am_i(&stack, &process, token).await.status, 200);
     }
-    // Only the previous token is still valid, not the one before it.
+    // After a second rotation, the first token is invalid, and the second is still valid.
     let third = rotate_token(&stack, &process, "ada", HOUR).await;
     who_am_i(&stack, &process, &first).await.assert_problem(401, "unauthorized");
     assert_eq!(who_am_i(&stack, &process, &second).await.status, 200);

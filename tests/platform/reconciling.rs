@@ -258,7 +258,7 @@ async fn late_server_of_an_ended_machine_is_deleted() {
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     stack.assert_no_server();
-    // As if the create request had been assumed lost.
+    // The state after a create request was assumed to be lost.
     let client = stack.database.connect().await.unwrap();
     let sql =
         "UPDATE user_machines SET server_deleted_at = now() - interval '1 minute', provider_server_id = NULL";

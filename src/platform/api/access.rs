@@ -1,7 +1,7 @@
 //! Access control of the control API: the access that a route declares, and the verification of operators' tokens.
 //!
 //! Invariants: a route declares its access beside its handler, and a route without access for operators rejects them.
-//! Tokens of named operators are looked up for every request, so that a revocation takes effect at once in every process.
+//! Tokens of named operators are looked up for every request, so that a revocation takes effect immediately in every process.
 
 use std::time::Duration;
 

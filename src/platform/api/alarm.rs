@@ -13,7 +13,7 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, docu
 use super::mutation::{AuditChange, Effect, Mutation, Outcome, Reply};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, text};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};

@@ -15,8 +15,8 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OP
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::operations::{host_call, last_backup};
 use axum::routing::post;
 use svc_base::clock::now_ms;

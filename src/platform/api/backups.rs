@@ -12,7 +12,7 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json};
 use super::problems;
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use axum::routing::get;
 use http::Method;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, matching, schema_of};

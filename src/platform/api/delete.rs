@@ -41,8 +41,8 @@ pub async fn handle(
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut query = call.query_fields();
     let options = OperationOptions {
-        now: flag(&mut query, "now"),
-        accept_loss: flag(&mut query, "acceptLoss"),
+        now: read_flag(&mut query, "now"),
+        accept_loss: read_flag(&mut query, "acceptLoss"),
         ..OperationOptions::default()
     };
     let options = query.finish(Some(options))?;
@@ -51,7 +51,7 @@ pub async fn handle(
     mutation::respond(&platform, &call, reply).await
 }
 
-fn flag(query: &mut Fields, name: &str) -> bool {
+fn read_flag(query: &mut Fields, name: &str) -> bool {
     query.optional::<bool>(name).unwrap_or(false)
 }
 
@@ -63,16 +63,16 @@ async fn delete(
 ) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
     let not_found = || problems::machine_not_found(&id.to_string());
-    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
-    let copies = copies::of_slot(&session, &seen, &platform.config.timing).await?;
+    let unlocked = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let copies = copies::of_slot(&session, &unlocked, &platform.config.timing).await?;
     // No session is held during requests to the store.
     drop(session);
     let copies = copies.with_snapshot(&platform.bucket).await;
     let change = async |tx: &Transaction<'_>| {
         let machine = db::machines::lock(tx, id).await?.ok_or_else(not_found)?;
         let event = Event::DeleteRequested;
-        let with = EventContext { options, ..EventContext::default() };
-        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
+        let context = EventContext { options, ..EventContext::default() };
+        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, context).await;
         let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
@@ -93,7 +93,7 @@ async fn delete(
         let (before, after) = (Some(machine.record()), Some(deleted.record()));
         Ok(Effect::changed(reply, AuditChange { action: "delete", target: id.to_string(), before, after }))
     };
-    mutation.run_for_user(platform, &seen.user, change).await
+    mutation.run_for_user(platform, &unlocked.user, change).await
 }
 
 /// The deletion of a machine's server.

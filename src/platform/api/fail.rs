@@ -50,9 +50,9 @@ async fn fail(
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
-    let with = EventContext { failed_at: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
+    let context = EventContext { failed_at: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
     let event = Event::OperatorFailed;
-    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
+    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, context).await;
     let effect = match changed.map_err(|error| problems::lifecycle_problem(error, &change.machine))? {
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("fail"),

@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::endpoint::{Access, Endpoint, component_status, documented_json};
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use crate::route_freshness::RoutesState;
 use axum::routing::get;
 use svc_http::openapi::{Operation, count, nullable, object, one_of};

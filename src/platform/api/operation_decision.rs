@@ -100,14 +100,14 @@ async fn apply_decision(
     let id: OperationId = path_id("operationId", id)?;
     let not_found = || Problem::new(Code::NotFound, format!("There is no operation {id}."));
     let session = platform.db.session().await?;
-    let seen = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
-    let machine = db::machines::get(&session, seen.machine).await?.ok_or_else(not_found)?;
+    let unlocked = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
+    let machine = db::machines::get(&session, unlocked.machine).await?.ok_or_else(not_found)?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply.into_response());
     }
     drop(session);
-    let is_undo = matches!(decision, Decision::Abandon) && seen.kind == OperationKind::Delete.as_str();
-    if is_undo && machine.deleted_at.is_some() && !seen.has_ended() {
+    let is_undo = matches!(decision, Decision::Abandon) && unlocked.kind == OperationKind::Delete.as_str();
+    if is_undo && machine.deleted_at.is_some() && !unlocked.has_ended() {
         undelete::ensure_may_return(platform, &machine).await?;
     }
     if let Decision::Restore(key) = &decision {
@@ -125,7 +125,7 @@ async fn apply_decision(
     }
     let change = async |tx: &Transaction<'_>| {
         // Lock order: machines before their operations.
-        let machine = db::machines::lock(tx, seen.machine).await?.ok_or_else(not_found)?;
+        let machine = db::machines::lock(tx, unlocked.machine).await?.ok_or_else(not_found)?;
         let operation = db::operations::lock(tx, id).await?.ok_or_else(not_found)?;
         if operation.has_ended() {
             return Err(invalid_state(&operation, &describe_end(&operation)));
@@ -242,12 +242,12 @@ async fn abandon_operation(
     })?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
-            let with = EventContext {
+            let context = EventContext {
                 failed_at: Some((&operation.step, "the operator abandoned the operation")),
                 ..EventContext::default()
             };
             let event = Event::OperationAbandoned;
-            let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
+            let change = lifecycle::apply(tx, &platform.mint, machine, &event, context).await;
             change.map_err(|error| problems::lifecycle_problem(error, machine))?;
         }
         OperationKind::Delete if machine.registered_at.is_some() => {
@@ -264,7 +264,7 @@ async fn abandon_operation(
         | OperationKind::PowerOff
         | OperationKind::Reboot => {}
     }
-    // This has no effect if the change of the machine has already ended the operation.
+    // If the change of the machine has already ended the operation, this has no effect.
     Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 

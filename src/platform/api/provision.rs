@@ -19,9 +19,9 @@ use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
 use super::{entitlement, problems, restorable, server_quota};
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequest};
 use crate::server_cost::{self, Places};
 use axum::routing::post;
@@ -131,7 +131,7 @@ async fn provision(
     // Before the transaction, so that no row or session is held during requests to the store.
     let plan = if existing.as_ref().is_none_or(has_failed) {
         request.locations.ensure_known(platform).await?;
-        let plan = prepare(platform, request, existing.as_ref()).await?;
+        let plan = prepare_plan(platform, request, existing.as_ref()).await?;
         check_confirmation(platform, request, request.required_confirmation(existing.as_ref())).await?;
         Some((plan, server_quota::count_for_limit(platform).await?))
     } else {
@@ -190,7 +190,7 @@ struct ProvisionPlan {
     replaces: Option<MachineId>,
 }
 
-async fn prepare(
+async fn prepare_plan(
     platform: &Platform,
     request: &ProvisionRequest,
     existing: Option<&MachineRow>,
@@ -205,7 +205,7 @@ async fn prepare(
     let starts_as_requested = restore == RestoreMode::Required || request.empty == EmptyStart::Allowed;
     let accepted = request.options.accept_loss && starts_as_requested;
     restorable::ensure_no_unknown_holder(platform, slot_key, existing, accepted).await?;
-    let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
+    let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let replaces = existing.map(|failed| failed.id);
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
@@ -217,7 +217,7 @@ pub async fn check_possible(
     existing: Option<&MachineRow>,
 ) -> Result<ImageVersion, Problem> {
     request.locations.ensure_known_for_quote(platform).await?;
-    let plan = prepare(platform, request, existing).await?;
+    let plan = prepare_plan(platform, request, existing).await?;
     if let Some(failed) = existing {
         restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
     }
@@ -272,21 +272,22 @@ async fn create_machine(
         restore_snapshot: None,
     };
     let restore = plan.restore;
-    let with = EventContext {
+    let context = EventContext {
         successor: Some(&machine_request),
         options: request.options,
         epoch_floor: plan.epoch_floor,
         ..EventContext::default()
     };
     let Some(failed) = failed else {
-        let created = lifecycle::create_machine(tx, &platform.mint, &machine_request, restore, &with).await;
+        let created =
+            lifecycle::create_machine(tx, &platform.mint, &machine_request, restore, &context).await;
         return created.map_err(|error| match error {
             lifecycle::LifecycleError::Db(error) => error.into(),
             error => Problem::internal(&error),
         });
     };
     let event = Event::ProvisionRequested { restore };
-    let change = lifecycle::apply(tx, &platform.mint, failed, &event, with).await;
+    let change = lifecycle::apply(tx, &platform.mint, failed, &event, context).await;
     match change.map_err(|error| problems::lifecycle_problem(error, failed))? {
         Change::Moved { created: Some(created) } => Ok(created),
         Change::Moved { created: None } | Change::Unchanged => {

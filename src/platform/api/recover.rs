@@ -22,9 +22,9 @@ use super::restorable::EmptyStart;
 use super::{entitlement, problems, provision, restorable, server_quota};
 use crate::context::Platform;
 use crate::copies;
+use crate::db;
 use crate::db::machine_row::MachineRow;
 use crate::db::servers::ListedServers;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use axum::routing::post;
 use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
@@ -106,7 +106,7 @@ struct RecoveryPlan {
     listed: Option<ListedServers>,
 }
 
-async fn prepare(
+async fn prepare_plan(
     platform: &Platform,
     request: &RecoveryRequest,
     machine: &MachineRow,
@@ -129,7 +129,7 @@ async fn prepare(
     let slot_key = (&request.user, &request.slot);
     let accepted = request.options.accept_loss;
     restorable::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepted).await?;
-    let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
+    let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let newer = match &initial.side {
         Some(side) => copies::newer_than(&platform.bucket, machine, &side.named()).await,
         None => None,
@@ -164,7 +164,7 @@ async fn recover(
     let plan = if machine.status == Status::Recovering {
         None
     } else {
-        Some(prepare(platform, request, &machine).await?)
+        Some(prepare_plan(platform, request, &machine).await?)
     };
 
     let change = async |tx: &Transaction<'_>| {
@@ -196,13 +196,13 @@ async fn recover(
             restore_snapshot: plan.snapshot,
         };
         let event = Event::RecoverRequested { restore: plan.restore };
-        let with = EventContext {
+        let context = EventContext {
             successor: Some(&machine_request),
             options: request.options,
             epoch_floor: plan.epoch_floor,
             ..EventContext::default()
         };
-        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
+        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, context).await;
         let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created: Some(created) } => created,
             Change::Moved { created: None } | Change::Unchanged => return Err(slot_changed()),

@@ -17,8 +17,8 @@ use super::machine_change::ChangeRequest;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::{entitlement, problems, restorable};
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use axum::routing::post;
 use svc_http::openapi::{Operation, fields, schema_of};
@@ -55,20 +55,20 @@ async fn resize(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let seen = require_machine(db::machines::get(&session, id).await?, id)?;
-    if is_change(&seen, to)? {
-        entitlement::ensure_machine_entitled(platform, &session, &seen, to).await?;
+    let unlocked = require_machine(db::machines::get(&session, id).await?, id)?;
+    if is_change(&unlocked, to)? {
+        entitlement::ensure_machine_entitled(platform, &session, &unlocked, to).await?;
         // No session is held during requests to the provider and the store.
         drop(session);
         let info = require_server_type(platform, to).await?;
-        ensure_disk_fits(platform, &seen, &info).await?;
-        restorable::ensure_holds_slot(platform, &seen).await?;
+        ensure_disk_fits(platform, &unlocked, &info).await?;
+        restorable::ensure_holds_slot(platform, &unlocked).await?;
     } else {
         drop(session);
     }
     let change = async |tx: &Transaction<'_>| {
         let machine = require_machine(db::machines::lock(tx, id).await?, id)?;
-        if machine.server_type != seen.server_type {
+        if machine.server_type != unlocked.server_type {
             return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
         }
         if is_change(&machine, to)? {
@@ -96,7 +96,7 @@ async fn resize(
         let (before, after) = (Some(machine.record()), Some(resizing.record()));
         Ok(Effect::changed(reply, AuditChange { action: "resize", target: id.to_string(), before, after }))
     };
-    mutation.run_for_user(platform, &seen.user, change).await
+    mutation.run_for_user(platform, &unlocked.user, change).await
 }
 
 /// Treats a deleted machine as not found.

@@ -81,7 +81,7 @@ fn needed_bytes(database: u64) -> u64 {
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
-pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
+pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
     let known = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
     match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),

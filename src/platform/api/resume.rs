@@ -14,8 +14,8 @@ use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope,
 use super::mutation::{Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext};
 use svc_http::openapi::{Operation, named};
 use svc_http::path_params::PathParams;
@@ -46,25 +46,25 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let unlocked = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
     let now = db::servers::now(&session).await?;
-    let server_type = match seen.status {
-        Status::Failed if seen.is_active() => check_server_and_host(platform, &seen, now).await?,
+    let server_type = match unlocked.status {
+        Status::Failed if unlocked.is_active() => check_server_and_host(platform, &unlocked, now).await?,
         // The transition rejects other states.
-        _ => seen.server_type.clone(),
+        _ => unlocked.server_type.clone(),
     };
     let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
     // The checks ran without a lock, so the machine must not have changed since.
-    let (before, now) = ((seen.status, seen.epoch, seen.is_active()), &change.machine);
+    let (before, now) = ((unlocked.status, unlocked.epoch, unlocked.is_active()), &change.machine);
     if before != (now.status, now.epoch, now.is_active()) {
         return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
     }
     let event = Event::ResumeRequested { server_type };
-    let with = EventContext::default();
-    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
+    let context = EventContext::default();
+    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, context).await;
     let effect = match changed.map_err(|error| problems::lifecycle_problem(error, &change.machine))? {
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("resume"),

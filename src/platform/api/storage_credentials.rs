@@ -1,6 +1,6 @@
 //! POST `/vps/:id/storage-credentials`: issues credentials for the host's slot in the object store.
 //!
-//! Only the slot's current machine gets them, and, for a short time, a machine whose final backup is pending.
+//! Only the slot's current machine gets credentials, and, for a short time, a machine whose final backup is pending.
 
 use std::sync::Arc;
 

@@ -16,8 +16,8 @@ use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope,
 use super::mutation::{self, Mutation, Reply};
 use super::{problems, restorable};
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext};
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
@@ -43,8 +43,8 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let seen = db::machines::get(&session, id).await?;
-    if let Some(deleted) = seen.filter(|machine| machine.deleted_at.is_some()) {
+    let unlocked = db::machines::get(&session, id).await?;
+    if let Some(deleted) = unlocked.filter(|machine| machine.deleted_at.is_some()) {
         // No session is held during requests to the store.
         drop(session);
         ensure_may_return(platform, &deleted).await?;
@@ -106,8 +106,8 @@ pub async fn reinstate(
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.heals());
     let earlier = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let undone = ("reinstate", "its deletion was undone; its next healthy heartbeat returns it to service");
-    let with = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
-    let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
+    let context = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
+    let change = lifecycle::apply(tx, &platform.mint, machine, &event, context).await;
     match change.map_err(|error| problems::lifecycle_problem(error, machine))? {
         Change::Moved { created: Some(created) } => Ok(created),
         Change::Moved { created: None } | Change::Unchanged => Err(not_deleted(machine)),

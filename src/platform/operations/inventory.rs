@@ -18,8 +18,8 @@ use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
 use super::reconcile::{Failures, Inventory};
 use crate::alarms::{self, Alarm, Fuse};
 use crate::context::Platform;
+use crate::db;
 use crate::db::servers::ExpectedServer;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use svc_http::request_id;
 use svc_machine::event::Event;
@@ -204,11 +204,11 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
     if row.provider_server_id != Some(expected.server) {
         return Ok(());
     }
-    let with = EventContext {
+    let context = EventContext {
         failed_at: Some(("provider", "the provider no longer has the server")),
         ..EventContext::default()
     };
-    match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, with).await {
+    match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, context).await {
         Ok(Change::Moved { .. }) => {}
         Ok(Change::Unchanged) | Err(LifecycleError::Refused(_)) => return Ok(()),
         Err(error) => return Err(error.into()),

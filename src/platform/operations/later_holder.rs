@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_that_creates_or_deletes_a_machine_is_checked() {
+    fn every_step_of_a_creation_or_deletion_is_checked() {
         for kind in [OperationKind::Provision, OperationKind::Recover, OperationKind::Delete] {
             assert!(kind.steps().iter().all(|step| needs_holder_check(kind, *step)));
         }

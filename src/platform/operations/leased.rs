@@ -193,13 +193,14 @@ impl LeasedOperation<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let with = EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
-        match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
+        let context =
+            EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
+        match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
             // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // This has no effect if the change of the machine has ended the operation as failed. Operations that the change
+        // If the change of the machine has ended the operation as failed, this has no effect. Operations that the change
         // created keep running.
         db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
@@ -247,8 +248,8 @@ async fn apply_event(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
-    let with = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
-    match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
+    let context = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
+    match lifecycle::apply(&tx, &platform.mint, &row, event, context).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),
         // The machine has left its slot or changed its state: the event comes too late.

@@ -119,8 +119,8 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
-    let with = EventContext::default();
-    lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, with).await?;
+    let context = EventContext::default();
+    lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, context).await?;
     let target = machine.to_string();
     let entry = db::audit::AuditEntry {
         actor: "platform",
@@ -167,11 +167,11 @@ async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) ->
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
-    let with = EventContext {
+    let context = EventContext {
         failed_at: Some((&operation.step, "the operation did not end in time")),
         ..EventContext::default()
     };
-    match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, with).await {
+    match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, context).await {
         Ok(_) | Err(LifecycleError::Refused(_)) => {}
         Err(error) => return Err(error.into()),
     }

@@ -85,12 +85,12 @@ pub async fn run_current_step(
         Err(StepError::Lost) => Err(StepError::Lost),
         // While the provider restricts the account, no server can be switched on. That is not a failure of the machine.
         Err(error) if step == Step::PowerOn && as_account_error(&error).is_some() => {
-            retry(&leased, step, &error).await.map(|()| None)
+            retry_step(&leased, step, &error).await.map(|()| None)
         }
         Err(error) if kind == OperationKind::Resize => {
             match resolve_failed_resize(&leased, step, Some(&error)).await? {
                 Some(end) => Ok(end),
-                None => retry(&leased, step, &error).await.map(|()| None),
+                None => retry_step(&leased, step, &error).await.map(|()| None),
             }
         }
         Err(StepError::Permanent { what, source }) if creates_machine(kind) => {
@@ -99,7 +99,7 @@ pub async fn run_current_step(
             leased.fail_creation(classify_creation_failure(source.as_ref()), step.as_str(), &what).await?;
             Ok(None)
         }
-        Err(error) => retry(&leased, step, &error).await.map(|()| None),
+        Err(error) => retry_step(&leased, step, &error).await.map(|()| None),
     }
 }
 
@@ -123,7 +123,7 @@ async fn start_step(
     let lease = Some(platform.config.timing.lease);
     let facts = &operation.facts;
     let to = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
-    store(&leased, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
+    store_step(&leased, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
     Ok(operation)
 }
 
@@ -140,7 +140,7 @@ async fn finish_step(
         return Ok(None);
     };
     let to = NextStep { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store(leased, to, lease, Some(("done", note)), record).await?;
+    store_step(leased, to, lease, Some(("done", note)), record).await?;
     let next = OperationRow { step: next.as_str().to_owned(), attempts: 0, ..operation.clone() };
     Ok(Some(next))
 }
@@ -174,11 +174,11 @@ async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<Opera
     tracing::warn!(operation = %operation.id, step = operation.step, why, "abandoning a resize");
     let lease = Some(leased.platform.config.timing.lease);
     let to = NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store(leased, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
+    store_step(leased, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
 }
 
-async fn retry(leased: &LeasedOperation<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
+async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
     let operation = leased.operation;
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
@@ -266,7 +266,7 @@ async fn store_waiting(
     to: NextStep<'_>,
     line: LogLine<'_>,
 ) -> Result<(), StepError> {
-    store(leased, to, None, line, StepRecord::Nothing).await
+    store_step(leased, to, None, line, StepRecord::Nothing).await
 }
 
 /// [`store_waiting`] with an error code that shows what the operation waits for.
@@ -277,17 +277,17 @@ async fn wait_for(
     why: &str,
 ) -> Result<(), StepError> {
     let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
-    write(leased, to, options, StepRecord::Nothing).await
+    advance_operation(leased, to, options, StepRecord::Nothing).await
 }
 
-async fn store(
+async fn store_step(
     leased: &LeasedOperation<'_>,
     to: NextStep<'_>,
     lease: Option<Duration>,
     line: LogLine<'_>,
     record: StepRecord,
 ) -> Result<(), StepError> {
-    write(leased, to, AdvanceOptions { lease, line, error_code: None }, record).await
+    advance_operation(leased, to, AdvanceOptions { lease, line, error_code: None }, record).await
 }
 
 struct AdvanceOptions<'a> {
@@ -296,7 +296,7 @@ struct AdvanceOptions<'a> {
     error_code: Option<&'a str>,
 }
 
-async fn write(
+async fn advance_operation(
     leased: &LeasedOperation<'_>,
     to: NextStep<'_>,
     AdvanceOptions { lease, line, error_code }: AdvanceOptions<'_>,

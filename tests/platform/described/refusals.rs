@@ -210,7 +210,7 @@ async fn refuse_machine_changes(refusals: &mut Refusals<'_>, settings: &[(&str, 
     platform.send(platform.operator_call(Method::PUT, slots, &plan("max", "active"))).await;
 }
 
-/// The same idempotency key with another body, on every route that accepts one.
+/// Reuses an idempotency key with a different request, on every route that accepts such a key.
 async fn refuse_reused_idempotency_keys(refusals: &mut Refusals<'_>) {
     let platform = refusals.platform;
     for operation in operations().filter(|operation| accepts_idempotency_key(operation)) {
@@ -268,7 +268,7 @@ async fn refuse_rollouts(refusals: &mut Refusals<'_>) {
     for action in ["pause", "resume"] {
         refusals.post(&rollout_path(action), &json!({}), 409, "conflict").await;
     }
-    // Only a rollout that has ended cannot be aborted.
+    // A rollout cannot be aborted after it has ended.
     let mut done = open;
     done["verify"] = json!(false);
     let beat = super::super::stack::heartbeat_of(&platform.running);

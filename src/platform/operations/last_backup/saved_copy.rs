@@ -29,7 +29,7 @@ pub enum HostReport {
 /// The time range in which a final backup of the machine can have been taken, by its host's clock.
 #[derive(Debug, Clone, Copy)]
 pub struct SnapshotWindow {
-    /// From this time on, the writers had stopped, so every snapshot contains all data.
+    /// The writers had stopped by this time, so every later snapshot contains all data.
     pub since: Timestamp,
     /// The host's clock now.
     pub now: Timestamp,
