@@ -360,7 +360,7 @@ fn find_failure_since(host: &BackupProgress, since: Timestamp) -> Option<BackupF
 
 fn classify_failure(last: &BackupOutcome) -> BackupFailure {
     let error = || last.error.as_deref().map_or_else(|| "its backup failed".to_owned(), bounded);
-    match &last.leased {
+    match &last.held {
         Some(snapshot) => BackupFailure::HeldBack { loss: bounded(&snapshot.loss) },
         None if last.error.as_ref().is_some_and(|error| error.contains(HELD_BACK_HINT)) => {
             BackupFailure::HeldBack { loss: error() }
