@@ -1,5 +1,5 @@
-//! Certificates of machines, from provisioning to verification, with a real gateway and a real authority that validates the
-//! gateway's name through the router.
+//! Certificates of machines, from provisioning to verification, with a real gateway and a real authority that validates
+//! the gateway's name through the router.
 
 use http::StatusCode;
 use kit::ca::Ca;

@@ -1,5 +1,5 @@
-//! Servers that are missing from a provider's list are not immediately assumed to be lost: a host that sends heartbeats is
-//! alive, and many losses at a time raise an alarm.
+//! Servers that are missing from a provider's list are not immediately assumed to be lost: a host that sends heartbeats
+//! is alive, and many losses at a time raise an alarm.
 
 use std::time::{Duration, Instant};
 
@@ -164,8 +164,8 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
             let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
             stack.provider.fault(FaultRule::times(1000, "POST", "/servers", fault));
         };
-        // Both requests are accepted before the provider refuses an order: after a refusal, the platform would refuse the
-        // second request.
+        // Both requests are accepted before the provider refuses an order: after a refusal, the platform would refuse
+        // the second request.
         fault(423, "locked");
         let users = (format!("{name}_1"), format!("{name}_2"));
         let provisioned =

@@ -1,5 +1,5 @@
-//! A fake host: its internal routes are served at its machine's address, with its registered key. They accept only proofs
-//! for this machine.
+//! A fake host: its internal routes are served at its machine's address, with its registered key. They accept only
+//! proofs for this machine.
 
 use std::sync::{Arc, Mutex};
 

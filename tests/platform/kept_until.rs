@@ -1,5 +1,5 @@
-//! The retention rule of servers, over every combination of its inputs: the displayed time, the actual deletion, and this
-//! test's own statement of the rule agree.
+//! The retention rule of servers, over every combination of its inputs: the displayed time, the actual deletion, and
+//! this test's own statement of the rule agree.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -18,16 +18,16 @@ const OLD: &str = "now() - interval '1200 seconds'";
 const RECENT: &str = "now() - interval '10 seconds'";
 const NULL: &str = "NULL";
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 /// When the retention of a server ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum RetentionEnd {
     Past,
     Future,
     Never,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 /// How the machine left its slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Departure {
     Replaced,
     Deleted,

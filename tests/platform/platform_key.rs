@@ -1,5 +1,5 @@
-//! Changes of `PLATFORM_KEY` while both keys are in force: with running machines, with processes of both keys, and after
-//! a kill.
+//! Changes of `PLATFORM_KEY` while both keys are in force: with running machines, with processes of both keys, and
+//! after a kill.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;

@@ -234,7 +234,8 @@ async fn rebuild_without_snapshots_restores_the_fence() {
     assert_eq!(now["fenceMachineId"], guest.machine);
 }
 
-/// If the database is older than the store, a machine that it lacks may hold the fence. The next machine gets a higher epoch.
+/// If the database is older than the store, a machine that it lacks may hold the fence. The next machine gets a higher
+/// epoch.
 #[tokio::test(flavor = "multi_thread")]
 async fn next_machine_epoch_exceeds_every_epoch_in_the_store() {
     let stack = Stack::start().await;

@@ -26,8 +26,8 @@ async fn recover(stack: &Stack, process: &Process) -> Guest {
     stack.wait_for_guest(process, response.body["machineId"].as_str().unwrap()).await
 }
 
-/// Prepares a slot whose second machine has lost its server and whose third machine is booting. Returns the first and the
-/// third machine. `second_columns`: SQL that sets further columns of the second.
+/// Prepares a slot whose second machine has lost its server and whose third machine is booting. Returns the first and
+/// the third machine. `second_columns`: SQL that sets further columns of the second.
 async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &str) -> (Guest, Guest) {
     let first = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");

@@ -1,5 +1,5 @@
-//! The platform's database is restored from an older copy. The operations that are open in the copy have ended since then,
-//! as the store shows.
+//! The platform's database is restored from an older copy. The operations that are open in the copy have ended since
+//! then, as the store shows.
 
 use kit::pg::copy::TablesCopy;
 use kit::provider::Power;
@@ -179,8 +179,8 @@ async fn registration_of_a_recovery_failed_since_is_refused() {
     platform.send_heartbeats_until_running(&old, 3).await;
 }
 
-/// Starts a deletion that is undone after the copy was saved, and waits for a decision after the copy was restored. Returns
-/// the path of its operation.
+/// Starts a deletion that is undone after the copy was saved, and waits for a decision after the copy was restored.
+/// Returns the path of its operation.
 async fn start_undone_deletion(query: &str) -> (RestorablePlatform, Host, String) {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;

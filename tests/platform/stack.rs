@@ -233,8 +233,8 @@ impl Stack {
         self.send(self.request(process, Method::POST, "/vps/register").bearer_auth(token).json(body)).await
     }
 
-    /// Registers the hosts of all running servers, and sends their heartbeats, until the operation has ended. Returns the
-    /// operation.
+    /// Registers the hosts of all running servers, and sends their heartbeats, until the operation has ended. Returns
+    /// the operation.
     pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
         let check = || async {

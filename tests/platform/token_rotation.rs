@@ -1,4 +1,5 @@
-//! Rotation of `UPGRADE_TOKEN`: a host gets the next token in the response to its heartbeat, and the previous one expires.
+//! Rotation of `UPGRADE_TOKEN`: a host gets the next token in the response to its heartbeat, and the previous one
+//! expires.
 
 use reqwest::Method;
 use serde_json::{Value, json};

@@ -1,5 +1,5 @@
-//! A deletion takes a final backup and keeps the server for a grace period, during which it can be undone. A provision that
-//! replaces a failed machine, and the end of a preview, also take a backup and keep the server.
+//! A deletion takes a final backup and keeps the server for a grace period, during which it can be undone. A provision
+//! that replaces a failed machine, and the end of a preview, also take a backup and keep the server.
 
 use std::time::Duration;
 

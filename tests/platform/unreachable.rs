@@ -1,5 +1,5 @@
-//! An unreachable database or store: requests get 503 with a specific code, readiness names the outage, and the platform
-//! recovers.
+//! An unreachable database or store: requests get 503 with a specific code, readiness names the outage, and the
+//! platform recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 

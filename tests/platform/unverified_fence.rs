@@ -20,7 +20,8 @@ impl RestorablePlatform {
         self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
     }
 
-    /// Restores the old database and key. The mark in the store, because of which that key would be refused, is missing.
+    /// Restores the old database and key. The mark in the store, because of which that key would be refused, is
+    /// missing.
     async fn restore_with_old_key(&mut self) {
         let mut process = self.process.take().unwrap();
         process.kill();

@@ -1,5 +1,5 @@
-//! Usage of a machine for operators: it is read from the machine's host, requires the scope `billing`, and each read has an
-//! audit row.
+//! Usage of a machine for operators: it is read from the machine's host, requires the scope `billing`, and each read
+//! has an audit row.
 
 use http::StatusCode;
 use jiff::Timestamp;

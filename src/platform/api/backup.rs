@@ -1,6 +1,6 @@
-//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: requests from a machine's host a backup, a trial
-//! restore of the latest snapshot, or the acceptance of a held-back snapshot as the latest. The host's next heartbeats and
-//! `/vps/:id/backups` show the result.
+//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: requests from a machine's host a backup, a
+//! trial restore of the latest snapshot, or the acceptance of a held-back snapshot as the latest. The host's next
+//! heartbeats and `/vps/:id/backups` show the result.
 
 use std::sync::Arc;
 
@@ -133,8 +133,8 @@ async fn request_from_host(
     Ok(outcome.into_reply())
 }
 
-/// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that machine's final backup
-/// is pending.
+/// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that machine's final
+/// backup is pending.
 async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
     named: MachineRow,

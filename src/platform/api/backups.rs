@@ -1,4 +1,5 @@
-//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier machines.
+//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier
+//! machines.
 
 use std::sync::Arc;
 use std::time::Duration;

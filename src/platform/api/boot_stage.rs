@@ -80,8 +80,8 @@ fn read_progress(fields: &mut Fields) -> Option<StageProgress> {
     Some(progress)
 }
 
-/// Records progress, which extends the deadlines of the registration and its operation. A report that repeats the last one
-/// is not progress.
+/// Records progress, which extends the deadlines of the registration and its operation. A report that repeats the last
+/// one is not progress.
 async fn record_progress(
     platform: &Platform,
     tx: &Transaction<'_>,

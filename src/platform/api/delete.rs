@@ -1,5 +1,5 @@
-//! DELETE `/vps/:id`: the machine leaves its slot immediately, and its server is deleted later. The slot's objects in the
-//! store are kept.
+//! DELETE `/vps/:id`: the machine leaves its slot immediately, and its server is deleted later. The slot's objects in
+//! the store are kept.
 
 use std::sync::Arc;
 

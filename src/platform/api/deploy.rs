@@ -1,5 +1,5 @@
-//! `/vps/deploy`: rolls out a release to many machines in batches. Rollouts can be started, listed, shown, paused, resumed
-//! and aborted.
+//! `/vps/deploy`: rolls out a release to many machines in batches. Rollouts can be started, listed, shown, paused,
+//! resumed and aborted.
 
 use std::sync::Arc;
 

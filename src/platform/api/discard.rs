@@ -1,5 +1,5 @@
-//! POST `/vps/:id/discard`: deletes the kept server of a machine that has left its slot, without waiting for the end of the
-//! server's grace period.
+//! POST `/vps/:id/discard`: deletes the kept server of a machine that has left its slot, without waiting for the end of
+//! the server's grace period.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! GET `/vps/fleet`: a summary of all active machines, the machines that need attention, overdue operations, alarms, and
-//! the running rollout.
+//! GET `/vps/fleet`: a summary of all active machines, the machines that need attention, overdue operations, alarms,
+//! and the running rollout.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -108,8 +108,8 @@ pub async fn handle(
     Ok(response)
 }
 
-/// Records a token of a later generation, because its use proves that the host has stored it. Returns the token that the
-/// host must use next, if it is not the one that it used.
+/// Records a token of a later generation, because its use proves that the host has stored it. Returns the token that
+/// the host must use next, if it is not the one that it used.
 async fn issue_next_token(
     platform: &Platform,
     host: &AuthenticatedHost,
@@ -166,9 +166,9 @@ async fn advance_token(
     Ok(after)
 }
 
-/// Records two facts that the database lacks after it was restored from an older copy: that the host has registered, and
-/// that it holds its slot under a later epoch. Returns whether the machine holds its slot although it is inactive in the
-/// database.
+/// Records two facts that the database lacks after it was restored from an older copy: that the host has registered,
+/// and that it holds its slot under a later epoch. Returns whether the machine holds its slot although it is inactive
+/// in the database.
 async fn reconcile_with_store(
     platform: &Platform,
     machine: &MachineRow,
@@ -195,7 +195,8 @@ async fn reconcile_with_store(
     let found = later_holder::find_claim(platform, &platform.host_db, &machine.user, &machine.slot).await;
     let holder = match found {
         Ok(found) => found.holder().filter(|holder| holder.machine == machine.id),
-        // The machine may hold its slot, so it is not superseded until the fence has been read. The next heartbeat retries.
+        // The machine may hold its slot, so it is not superseded until the fence has been read. The next heartbeat
+        // retries.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot read the fence of the slot");
             return Ok(true);

@@ -45,8 +45,8 @@ struct StoredMachine {
     copies: Copies,
 }
 
-/// Reads the machine, its operations and the copies of its slot in one database snapshot, so that an operation's log never
-/// names a step whose effect the machine does not show yet.
+/// Reads the machine, its operations and the copies of its slot in one database snapshot, so that an operation's log
+/// never names a step whose effect the machine does not show yet.
 async fn read_machine(platform: &Platform, id: MachineId) -> Result<StoredMachine, Problem> {
     let mut session = platform.report_db.session().await?;
     let tx = db::begin_snapshot(&mut session).await?;

@@ -1,5 +1,5 @@
-//! The common part of the routes that change one machine: replay, the lock on the machine's row, and, in the transaction of
-//! the change, the audit row and the stored response.
+//! The common part of the routes that change one machine: replay, the lock on the machine's row, and, in the
+//! transaction of the change, the audit row and the stored response.
 
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};

@@ -1,5 +1,5 @@
-//! The control API: each route, or group of related routes, has a file. Errors are problem+json; `call.rs` defines the order
-//! of the checks.
+//! The control API: each route, or group of related routes, has a file. Errors are problem+json; `call.rs` defines the
+//! order of the checks.
 
 pub mod access;
 pub mod alarm;

@@ -191,7 +191,8 @@ impl Mutation {
         self.replay(tx).await
     }
 
-    /// The name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may run at the same time.
+    /// The name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may run at the same
+    /// time.
     fn lock_name(&self, key: &str) -> String {
         if self.actor == PLATFORM_SECRET_ACTOR {
             format!("idempotency {key}")
@@ -225,8 +226,8 @@ pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange
     db::audit::write(tx, &entry).await
 }
 
-/// Responds. With `Prefer: wait=N`, first waits until the operation has ended or N seconds have passed, and responds with the
-/// current status.
+/// Responds. With `Prefer: wait=N`, first waits until the operation has ended or N seconds have passed, and responds
+/// with the current status.
 pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Result<Response, Problem> {
     let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
     let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());

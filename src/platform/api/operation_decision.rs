@@ -155,8 +155,8 @@ async fn apply_decision(
     Ok(reply.into_response())
 }
 
-/// Accepts the loss that the question describes. If the question is whether a deletion is outdated, this only confirms the
-/// deletion: a missing final backup raises its own question.
+/// Accepts the loss that the question describes. If the question is whether a deletion is outdated, this only confirms
+/// the deletion: a missing final backup raises its own question.
 async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
     let has_question =
         |code: &str| operation.question.as_ref().is_some_and(|question| question["code"] == code);

@@ -1,5 +1,5 @@
-//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one that is
-//! missing, unreadable, or names a missing snapshot.
+//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one
+//! that is missing, unreadable, or names a missing snapshot.
 //!
 //! The audit row, with the unreadable bytes, is committed before the pointer is written, so that they are never lost.
 

@@ -63,7 +63,8 @@ impl ProvisionRequest {
         self.kind == MachineKind::Customer && existing.is_none()
     }
 
-    /// The confirmations that the request requires. `existing` is the slot's machine, which is replaced if it has failed.
+    /// The confirmations that the request requires. `existing` is the slot's machine, which is replaced if it has
+    /// failed.
     pub fn required_confirmation(&self, existing: Option<&MachineRow>) -> RequiredConfirmation {
         match existing {
             _ if self.kind != MachineKind::Customer => RequiredConfirmation::Nothing,

@@ -1,7 +1,7 @@
 //! POST `/vps/recover`: replaces the slot's machine with a new one, restored from the slot's latest snapshot.
 //!
-//! The snapshot is checked before any change. During a recovery, a repeated request gets the same response, and a request
-//! with different options is rejected.
+//! The snapshot is checked before any change. During a recovery, a repeated request gets the same response, and a
+//! request with different options is rejected.
 
 use std::sync::Arc;
 
@@ -171,7 +171,8 @@ async fn recover(
         let machine =
             require_machine(db::machines::lock_in_slot(tx, &request.user, &request.slot).await?, request)?;
         if machine.status == Status::Recovering {
-            // The response is stored, so that a repeated request does not start another recovery after this one has ended.
+            // The response is stored, so that a repeated request does not start another recovery after this one has
+            // ended.
             let reply = respond_during_recovery(tx, &machine, request).await?;
             return Ok(Effect::unchanged(reply));
         }
@@ -324,8 +325,8 @@ async fn respond_during_recovery(
     Ok(Reply::new(StatusCode::ACCEPTED, response_body(old.id, machine, operation.id)))
 }
 
-/// The options of a request that differ from those of the running recovery. `has_moved`: whether the recovery's server was
-/// ordered in a fallback location.
+/// The options of a request that differ from those of the running recovery. `has_moved`: whether the recovery's server
+/// was ordered in a fallback location.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,

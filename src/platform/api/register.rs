@@ -1,7 +1,7 @@
 //! POST `/vps/register`: registers a host with a single-use token, which makes its machine routable.
 //!
-//! A repeated request with an identical body gets the same response until the token expires, because the first response may
-//! have been lost.
+//! A repeated request with an identical body gets the same response until the token expires, because the first response
+//! may have been lost.
 
 use std::sync::Arc;
 
@@ -118,7 +118,8 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
     Err(Problem::new(Code::InvalidState, detail).with("machineStatus", json!(machine.status)))
 }
 
-/// Registers a machine again, by its heartbeat, after the database was restored from a copy older than its registration.
+/// Registers a machine again, by its heartbeat, after the database was restored from a copy older than its
+/// registration.
 ///
 /// # Errors
 /// As for a registration.

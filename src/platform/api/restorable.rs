@@ -1,4 +1,5 @@
-//! Preconditions for replacing a slot's machine: checks everything that a new machine needs while the old one still serves.
+//! Preconditions for replacing a slot's machine: checks everything that a new machine needs while the old one still
+//! serves.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -35,8 +36,8 @@ const RESERVED_BYTES: u64 = 6 << 30;
 /// A restored database is smaller than the dumped one, but building its indexes needs extra space.
 const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 
-/// Rejects a snapshot whose database does not fit on the disk of a server type. If the provider is unreachable, the check
-/// passes: the host repeats it before it restores.
+/// Rejects a snapshot whose database does not fit on the disk of a server type. If the provider is unreachable, the
+/// check passes: the host repeats it before it restores.
 ///
 /// # Errors
 /// `disk_too_small`.
@@ -77,7 +78,8 @@ fn needed_bytes(database: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
-/// The highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be written to it.
+/// The highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be written to
+/// it.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
@@ -165,8 +167,8 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     Err(held_by_another(detail, Some(machine)))
 }
 
-/// Refuses to replace a machine that is switched off, or is being switched off, unless the loss is accepted: its host can
-/// take a final backup only after the machine has been switched on again.
+/// Refuses to replace a machine that is switched off, or is being switched off, unless the loss is accepted: its host
+/// can take a final backup only after the machine has been switched on again.
 ///
 /// # Errors
 /// `invalid_state`.

@@ -55,8 +55,8 @@ async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) 
 }
 
 /// Without a list, only the servers of the platform's machines count. A server that was recorded after the list was
-/// requested may be missing from the list. It no longer counts as ordered, so it is added. A server that the provider has
-/// created but the platform has not recorded yet counts twice, as listed and as ordered.
+/// requested may be missing from the list. It no longer counts as ordered, so it is added. A server that the provider
+/// has created but the platform has not recorded yet counts twice, as listed and as ordered.
 fn total_used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
     let listed = listed.and_then(|list| Some(list.listed? + own.existing.saturating_sub(list.recorded)));
     listed.unwrap_or_default().max(own.existing) + own.ordered

@@ -63,8 +63,8 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     change.end(ChangeEffect::Changed("undelete"), StatusCode::ACCEPTED, body).await
 }
 
-/// Rejects a machine whose slot is, according to the store, held by another machine. If the store is unavailable, the check
-/// passes: the operation repeats it before any change.
+/// Rejects a machine whose slot is, according to the store, held by another machine. If the store is unavailable, the
+/// check passes: the operation repeats it before any change.
 ///
 /// # Errors
 /// `invalid_state`.
@@ -92,8 +92,8 @@ async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<
 /// Returns a deleted machine to its slot.
 ///
 /// # Errors
-/// `invalid_state` if the machine is not deleted, its server has been or is being deleted, or a later machine has served
-/// the slot.
+/// `invalid_state` if the machine is not deleted, its server has been or is being deleted, or a later machine has
+/// served the slot.
 pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,

@@ -1,7 +1,7 @@
 //! Deletes the server of one machine that has left its slot.
 //!
-//! The invariant: a machine is recorded as having no server only if the provider reports none while no process can still be
-//! creating one.
+//! The invariant: a machine is recorded as having no server only if the provider reports none while no process can
+//! still be creating one.
 
 use std::time::Duration;
 

@@ -1,11 +1,11 @@
 //! The inventory of servers: compares the provider's servers with the known machines, and finds late, vanished and
 //! orphaned ones.
 //!
-//! The invariant: a listing alone proves nothing. A machine fails only after two lookups by id find no server, while its
-//! host sends no heartbeat; a server is deleted only if its machine has ended. If more than a few machines would fail
-//! at once, a fuse trips and an operator decides. A server with this installation's label but without a machine is not
-//! garbage: each machine is stored before its server is ordered, so the database has lost the row. An operator decides
-//! about each such server.
+//! The invariant: a listing alone proves nothing. A machine fails only after two lookups by id find no server, while
+//! its host sends no heartbeat; a server is deleted only if its machine has ended. If more than a few machines would
+//! fail at once, a fuse trips and an operator decides. A server with this installation's label but without a machine is
+//! not garbage: each machine is stored before its server is ordered, so the database has lost the row. An operator
+//! decides about each such server.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -125,8 +125,8 @@ async fn fail_vanished(
     Ok(())
 }
 
-/// Records which kept servers, and servers of failed machines, the provider no longer has. This affects only the list of a
-/// slot's copies.
+/// Records which kept servers, and servers of failed machines, the provider no longer has. This affects only the list
+/// of a slot's copies.
 async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
@@ -180,7 +180,8 @@ async fn look_up_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::
     Ok(!exists)
 }
 
-/// Counts the missing servers of this pass together with the losses of the last hour: a slow mass loss is still a mass loss.
+/// Counts the missing servers of this pass together with the losses of the last hour: a slow mass loss is still a mass
+/// loss.
 async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -> anyhow::Result<Fuse> {
     let failed = db::servers::count_failed_as_gone(session, LOSS_WINDOW).await?;
     let limit = alarms::max_missing_servers(live.len());
@@ -250,8 +251,8 @@ async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<V
     Ok(servers.iter().map(describe).collect())
 }
 
-/// Handles servers that have this installation's label but belong to no known machine, for example after the database was
-/// restored from an older copy: raises an alarm, and deletes those that an operator has released, once their grace
+/// Handles servers that have this installation's label but belong to no known machine, for example after the database
+/// was restored from an older copy: raises an alarm, and deletes those that an operator has released, once their grace
 /// period has ended. Servers of another platform in the same project are ignored.
 async fn handle_orphans(
     platform: &Platform,

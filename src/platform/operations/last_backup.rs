@@ -269,8 +269,8 @@ async fn attempt_backup(
     Ok(AttemptOutcome::Wait(progress.next_poll(now)))
 }
 
-/// Replaces an invented fence, which no machine of the slot can have set, with this machine's: with an invented fence, the
-/// pointer refuses every backup. If the store fails, the backup reports the failure.
+/// Replaces an invented fence, which no machine of the slot can have set, with this machine's: with an invented fence,
+/// the pointer refuses every backup. If the store fails, the backup reports the failure.
 async fn replace_invented_fence(leased: &LeasedOperation<'_>, machine: &MachineRow) {
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
@@ -423,8 +423,8 @@ async fn continue_with_loss(leased: &LeasedOperation<'_>, machine: &MachineRow) 
     StepOutcome::Done { note: Some(note.into()), record }
 }
 
-/// Grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter spreads the calls to hosts that became silent
-/// at the same time.
+/// Grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter spreads the calls to hosts that became
+/// silent at the same time.
 fn poll_interval(waited: SignedDuration, limit: Duration) -> Duration {
     let waited = Duration::try_from(waited).unwrap_or_default();
     let jitter = f64::from(Uuid::new_v4().as_bytes()[0]) / 255.0;

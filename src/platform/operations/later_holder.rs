@@ -1,6 +1,6 @@
 //! Detects a later holder of a slot that the store records but the database does not, because the database may have
-//! been restored from an older copy. The database's operations are then outdated, and must not take a serving machine out
-//! of service.
+//! been restored from an older copy. The database's operations are then outdated, and must not take a serving machine
+//! out of service.
 //!
 //! The invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence
 //! that no current key verifies proves nothing and rules nothing out: an operator decides.
@@ -50,8 +50,8 @@ pub enum FenceClaim {
     Nothing,
     /// The platform gave the slot to this machine.
     Holder(LaterHolder),
-    /// The fence names this machine, but no current key verifies the fence's signature: it was made with another platform
-    /// key, or a host forged it.
+    /// The fence names this machine, but no current key verifies the fence's signature: it was made with another
+    /// platform key, or a host forged it.
     Unverified(LaterHolder),
 }
 
@@ -143,7 +143,8 @@ enum HolderDecision {
     RaiseEpoch,
     /// The deletion was undone later: an operator decides.
     RequireConfirmation,
-    /// The slot returned to the previous machine, or another one took it over: the operation's machine must not be created.
+    /// The slot returned to the previous machine, or another one took it over: the operation's machine must not be
+    /// created.
     FailMachine,
     /// Another machine holds the slot: the operation's machine is not reinstated or switched on.
     EndOperation,
@@ -155,8 +156,8 @@ struct OperationSubject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// Whether an operator confirmed the deletion after the question. A loss accepted with the request concerned an earlier
-    /// state.
+    /// Whether an operator confirmed the deletion after the question. A loss accepted with the request concerned an
+    /// earlier state.
     is_deletion_confirmed: bool,
 }
 
@@ -183,8 +184,8 @@ fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: Lat
     }
 }
 
-/// Whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because the machine
-/// that it names may be forged.
+/// Whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because the
+/// machine that it names may be forged.
 fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, named: LaterHolder) -> bool {
     let is_other = named.machine != subject.machine;
     match kind {
@@ -332,8 +333,8 @@ async fn apply_decision(
     }
 }
 
-/// Whether the machine's kept server must stay because, according to the store, the machine was reinstated or has served
-/// without a record in this database.
+/// Whether the machine's kept server must stay because, according to the store, the machine was reinstated or has
+/// served without a record in this database.
 pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };

@@ -1,4 +1,5 @@
-//! An operation that this process has leased: the data that its steps read, and the writes that they make while they run.
+//! An operation that this process has leased: the data that its steps read, and the writes that they make while they
+//! run.
 
 use std::time::Duration;
 
@@ -73,14 +74,14 @@ impl LeasedOperation<'_> {
         self.write_under_lease(LeasedWrite::PoweredOn).await
     }
 
-    /// Records, under the lease, that the machine's server is kept, because the machine may be serving without a record in
-    /// this database.
+    /// Records, under the lease, that the machine's server is kept, because the machine may be serving without a record
+    /// in this database.
     pub async fn mark_kept(&self, machine: MachineId) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::Kept(machine)).await
     }
 
-    /// Looks up the server of a machine that failed because the server was missing. If the provider has it, records that
-    /// the machine has a server again.
+    /// Looks up the server of a machine that failed because the server was missing. If the provider has it, records
+    /// that the machine has a server again.
     pub async fn detect_returned_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
         let may_be_found = machine.has_lost_server() && machine.may_have_server();
         let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
@@ -200,8 +201,8 @@ impl LeasedOperation<'_> {
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // If the change of the machine has ended the operation as failed, this has no effect. Operations that the change
-        // created keep running.
+        // If the change of the machine has ended the operation as failed, this has no effect. Operations that the
+        // change created keep running.
         db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }

@@ -28,8 +28,8 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey the shutdown of an operation that ended shortly before this one was created. The time
-/// of a shutdown is bounded.
+/// Whether the host may still obey the shutdown of an operation that ended shortly before this one was created. The
+/// time of a shutdown is bounded.
 async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let deadline = leased.platform.config.timing.resize_shutdown;
     if leased.age().await? >= deadline {
@@ -56,8 +56,8 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     Ok(outcome.unwrap_or_else(server_missing))
 }
 
-/// Restarts the server, or switches it on if it is off. If the process is killed in this step, the restart may be ordered
-/// twice.
+/// Restarts the server, or switches it on if it is off. If the process is killed in this step, the restart may be
+/// ordered twice.
 pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = load_machine_in_slot(leased).await?;
     if let Some(outcome) = resize::await_action(leased).await? {

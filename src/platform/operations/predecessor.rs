@@ -86,8 +86,8 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     }
 }
 
-/// Requests a shutdown, or cuts the power if the shutdown is overdue. Returns `None` if the provider has no such server. The
-/// polling interval grows with the age of the step, because all machines share the provider's rate limit.
+/// Requests a shutdown, or cuts the power if the shutdown is overdue. Returns `None` if the provider has no such
+/// server. The polling interval grows with the age of the step, because all machines share the provider's rate limit.
 pub(super) async fn switch_off(
     leased: &LeasedOperation<'_>,
     id: ServerId,

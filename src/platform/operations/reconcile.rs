@@ -1,7 +1,8 @@
 //! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
 //! expired idempotency responses.
 //!
-//! The reconciler takes no input and can run at any time, in any number of processes: by a timer, or earlier when notified.
+//! The reconciler takes no input and can run at any time, in any number of processes: by a timer, or earlier when
+//! notified.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -136,8 +137,8 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
     Ok(())
 }
 
-/// Ends operations that have exceeded all of their own limits, for example because a step crashes each process that runs
-/// it.
+/// Ends operations that have exceeded all of their own limits, for example because a step crashes each process that
+/// runs it.
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;

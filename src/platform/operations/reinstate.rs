@@ -1,8 +1,8 @@
 //! The steps that return a machine to its slot: its server is switched on, its writers resume, and its host adopts
 //! the new epoch from the response to its heartbeat.
 //!
-//! The invariant: no server is switched on while another process may still be switching it off, and a server whose host may
-//! still obey an earlier shutdown does not count as on.
+//! The invariant: no server is switched on while another process may still be switching it off, and a server whose host
+//! may still obey an earlier shutdown does not count as on.
 
 use std::time::Duration;
 

@@ -38,7 +38,8 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Operations, retention.operations),
         Expiring::new(ExpiringTable::Rollouts, retention.operations),
         Expiring::new(ExpiringTable::Audit, retention.audit),
-        // Operators are kept as long as the audit names them, so that a name in the audit never refers to two operators.
+        // Operators are kept as long as the audit names them, so that a name in the audit never refers to two
+        // operators.
         Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
         if let Err(error) = prune_table(&session, &expiring).await {

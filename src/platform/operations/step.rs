@@ -188,7 +188,8 @@ pub async fn run(leased: &LeasedOperation<'_>, step: Step) -> Result<StepOutcome
     if let Some(outcome) = Box::pin(later_holder::check_step(leased, step)).await? {
         return Ok(outcome);
     }
-    // Each step is boxed: a future is as large as its largest branch, and nested polls would exhaust the thread's stack.
+    // Each step is boxed: a future is as large as its largest branch, and nested polls would exhaust the thread's
+    // stack.
     let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
         Step::LastBackup => Box::pin(last_backup::last_backup(leased)),
         Step::Fence => Box::pin(fence_slot(leased)),

@@ -21,7 +21,8 @@ impl StepError {
     }
 }
 
-/// Classifies by the outermost error of the chain that names a component: the provider, the store, or a fence in the store.
+/// Classifies by the outermost error of the chain that names a component: the provider, the store, or a fence in the
+/// store.
 pub fn classify_creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
     let outermost: &(dyn Error + 'static) = source;
     let mut chain = std::iter::successors(Some(outermost), |&error| error.source());

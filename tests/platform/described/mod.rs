@@ -1,4 +1,5 @@
-//! Tests the platform against its OpenAPI document: every route gets every kind of wrong call, and must respond as described.
+//! Tests the platform against its OpenAPI document: every route gets every kind of wrong call, and must respond as
+//! described.
 //!
 //! The cases come from the routes' own descriptions, so a new route is covered without a change here.
 

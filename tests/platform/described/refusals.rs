@@ -1,5 +1,5 @@
-//! Provokes every declared error code on one platform: by a wrong call, by a conflicting state, or by an outage of a service
-//! that the platform needs.
+//! Provokes every declared error code on one platform: by a wrong call, by a conflicting state, or by an outage of a
+//! service that the platform needs.
 
 use http::StatusCode;
 use kit::provider::{Fault, FaultRule};

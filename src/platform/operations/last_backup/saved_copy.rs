@@ -1,9 +1,9 @@
 //! Checks whether an outgoing machine has taken its final backup.
 //!
-//! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it,
-//! including that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and
-//! the machine, authenticated by its registered key, must report the snapshot as its own. The last condition does not apply
-//! to hosts whose release does not report backups.
+//! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it, including
+//! that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and the machine,
+//! authenticated by its registered key, must report the snapshot as its own. The last condition does not apply to hosts
+//! whose release does not report backups.
 
 use jiff::{SignedDuration, Timestamp};
 

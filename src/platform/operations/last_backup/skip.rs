@@ -1,8 +1,8 @@
 //! Skips a host that cannot make a final backup. Such a host may have stored a snapshot that the pointer does not
 //! name, for example with an outage session: an operator decides whether to restore the new machine from it.
 //!
-//! The invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the newest
-//! one.
+//! The invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the
+//! newest one.
 
 use std::time::Duration;
 
