@@ -306,7 +306,7 @@ async fn static_mode_returns_the_platform_credentials() {
     let guest = stack.start_machine(&process, "user_1").await;
     let env = parse_store_env(&guest);
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
-    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "they do not expire");
+    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "static credentials do not expire");
     let response = request_credentials(&stack, &process, &guest).await;
     assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "for hosts created under sts");
     assert!(stack.store.sessions().is_empty());

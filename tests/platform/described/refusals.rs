@@ -103,7 +103,7 @@ async fn refuse_provisions(refusals: &mut Refusals<'_>, settings: &[(&str, Strin
     refusals.post_to(&confirming, path, &provision_body("user_small"), 428, "confirmation_required").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     platform.stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
-    // The other process has cached the prices, so this one must read them.
+    // The first process has cached the prices, but `confirming` must read them.
     let quote = "/vps/provision/quote";
     refusals.post_to(&confirming, quote, &provision_body("user_small"), 503, "unavailable").await;
     platform.stack.provider.clear_faults();
