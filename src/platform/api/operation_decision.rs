@@ -295,7 +295,7 @@ pub static CONTINUE: Endpoint = Endpoint {
         id: "continueOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/continue",
-        summary: "Runs the waiting step of an operation again. `acceptLoss` accept_loss the loss that the question describes; it also works at any time during `last_backup`. `snapshotKey` answers the question `newer_snapshot`: the new machine restores that snapshot.",
+        summary: "Runs the waiting step of an operation again. `acceptLoss` accepts the loss that the question describes; it also works at any time during `last_backup`. `snapshotKey` answers the question `newer_snapshot`: the new machine restores that snapshot.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: Some(|| {
