@@ -37,9 +37,9 @@ async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
                FROM user_machines m, generate_series(1, $2::int4) i WHERE m.idp_user_id = 'user_1' \
                RETURNING machine_id";
     let params: [&(dyn tokio_postgres::types::ToSql + Sync); 2] =
-        [&i32::from(port), &i32::try_from(SILENT).unwrap()];
+        [&i32::from(port), &i32::try_from(SILENT_HOSTS).unwrap()];
     let rows = client.query(sql, &params).await.unwrap();
-    assert_eq!(rows.len(), SILENT);
+    assert_eq!(rows.len(), SILENT_HOSTS);
     for row in rows {
         let machine: uuid::Uuid = row.get(0);
         let deleted = stack.delete(process, &format!("/vps/{machine}")).await;
@@ -56,7 +56,7 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     stack.subscribe(&process, "user_2").await;
     let (port, calls) = start_silent_listener().await;
     delete_silent_machines(&stack, &process, port).await;
-    let all_called = || async { (calls.load(Ordering::Relaxed) >= SILENT).then_some(()) };
+    let all_called = || async { (calls.load(Ordering::Relaxed) >= SILENT_HOSTS).then_some(()) };
     stack.eventually("the silent hosts are called", all_called).await;
 
     let before = calls.load(Ordering::Relaxed);

@@ -10,7 +10,7 @@ use svc::host::retention;
 use svc::host::snapshots::{backup, restore};
 use svc::host::system::upgrade_token;
 use svc::host::update;
-use svc::platform::operations::{OperationKind, points};
+use svc::platform::operations::{OperationKind, fail_point_names};
 use svc::platform::{key_change, rollouts, token_rotation};
 
 /// The enumerations, each with the test that kills at every one of its points.
@@ -122,7 +122,7 @@ fn every_enumeration_has_a_kill_test() {
     }
     let kills = read("tests/platform/kills.rs");
     for kind in OperationKind::ALL {
-        assert!(!points(kind).is_empty());
+        assert!(!fail_point_names(kind).is_empty());
         let walks = ["every_point", "survives_kills"].map(|walk| format!("{walk}(OperationKind::{kind:?},"));
         let is_walked = walks.iter().any(|walk| kills.contains(walk));
         assert!(is_walked, "tests/platform/kills.rs has none of {walks:?}");

@@ -56,7 +56,7 @@ impl Refusals<'_> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_documented_error_code_is_provoked() {
-    let database = super::own_database().await;
+    let database = super::start_own_database().await;
     let platform = TestPlatform::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
     for operation in operations() {
         assert_refuses_wrong_calls(&platform, operation).await;
