@@ -92,7 +92,8 @@ fn every_failpoint_in_the_source_is_enumerated() {
     for file in files {
         for name in passed(&fs::read_to_string(&file).unwrap()) {
             // Operations derive their points from kind, step and position, and enumerate them in the same way.
-            let made = name.starts_with("&point(") && file.ends_with("platform/operations/leased.rs");
+            let made =
+                name.starts_with("&fail_point_name(") && file.ends_with("platform/operations/leased.rs");
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
                 made || is_switch || known.contains(&name.as_str()),
@@ -123,7 +124,8 @@ fn every_enumeration_has_a_kill_test() {
     let kills = read("tests/platform/kills.rs");
     for kind in OperationKind::ALL {
         assert!(!fail_point_names(kind).is_empty());
-        let walks = ["every_point", "survives_kills"].map(|walk| format!("{walk}(OperationKind::{kind:?},"));
+        let walks = ["run_for_every_fail_point", "assert_survives_kills"]
+            .map(|walk| format!("{walk}(OperationKind::{kind:?},"));
         let is_walked = walks.iter().any(|walk| kills.contains(walk));
         assert!(is_walked, "tests/platform/kills.rs has none of {walks:?}");
     }
