@@ -10,7 +10,7 @@ use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
 use super::host_trust::HostTrust;
-use super::operations::vocabulary;
+use super::operations::supported_steps;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
     ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
@@ -83,7 +83,7 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
         let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
         ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
-    OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &vocabulary()).await? as f64);
+    OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &supported_steps()).await? as f64);
     if let Some(left) = db::budget::load_remaining(&session).await? {
         PROVIDER_BUDGET.set([], left);
     }

@@ -192,7 +192,7 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
     operator.run(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
     operator.wait_for_server_deletion(id).await;
     let output = operator.run(65, &["undelete", id]).await;
-    assert_contains(&output, &["invalid_state", "Its server is deleted", "next: "]);
+    assert_contains(&output, &["invalid_state", "The machine's server has been deleted", "next: "]);
     assert_contains(
         &operator.run(65, &["undelete", HANDLE]).await,
         &["h-user-1 has no kept server", "next: "],

@@ -10,7 +10,7 @@ use svc::host::retention;
 use svc::host::snapshots::{backup, restore};
 use svc::host::system::upgrade_token;
 use svc::host::update;
-use svc::platform::operations::{OperationKind, points};
+use svc::platform::operations::{OperationKind, fail_point_names};
 use svc::platform::{key_change, rollouts, token_rotation};
 
 /// The enumerations, each with the test that kills at every one of its points.
@@ -92,7 +92,8 @@ fn every_failpoint_in_the_source_is_enumerated() {
     for file in files {
         for name in failpoint_calls(&fs::read_to_string(&file).unwrap()) {
             // Operations derive their points from kind, step and position, and enumerate them in the same way.
-            let is_derived = name.starts_with("&point(") && file.ends_with("platform/operations/leased.rs");
+            let is_derived =
+                name.starts_with("&fail_point_name(") && file.ends_with("platform/operations/leased.rs");
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
                 is_derived || is_switch || known.contains(&name.as_str()),
@@ -122,8 +123,9 @@ fn every_enumeration_has_a_kill_test() {
     }
     let kills = read_file("tests/platform/kills.rs");
     for kind in OperationKind::ALL {
-        assert!(!points(kind).is_empty());
-        let walks = ["every_point", "survives_kills"].map(|walk| format!("{walk}(OperationKind::{kind:?},"));
+        assert!(!fail_point_names(kind).is_empty());
+        let walks = ["run_for_every_fail_point", "assert_survives_kills"]
+            .map(|walk| format!("{walk}(OperationKind::{kind:?},"));
         let is_walked = walks.iter().any(|walk| kills.contains(walk));
         assert!(is_walked, "tests/platform/kills.rs has none of {walks:?}");
     }

@@ -1,11 +1,11 @@
-//! Items that need attention, in a heartbeat: `[{code, detail}]`.
+//! A heartbeat's list of items that need attention: `[{code, detail}]`.
 
 use svc_http::fields::Fields;
 use svc_wire::heartbeat::{MAX_ATTENTION_CODE_CHARS, MAX_ATTENTION_ITEMS};
 use svc_wire::machine::Attention;
 
-/// Reads the items of a heartbeat; an empty list if the field is absent.
-pub fn read(heartbeat: &mut Fields) -> Vec<Attention> {
+/// Reads the items; returns an empty list if the field is absent.
+pub fn read_items(heartbeat: &mut Fields) -> Vec<Attention> {
     if !heartbeat.has("attention") {
         return Vec::new();
     }

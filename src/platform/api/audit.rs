@@ -52,17 +52,17 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "listAudit",
         method: Method::GET,
         path: "/audit",
-        summary: "Lists changes and reads of owners' data with their actors, newest first.",
+        summary: "Lists audit entries, newest first: changes, and reads of owners' data, with their actors.",
         credentials: &[OPERATOR],
         parameters: &[ACTOR, ACTION, TARGET, SINCE, UNTIL, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        responses: &[documented_json(200, "A page.", schema_of::<AuditPage>)],
+        responses: &[documented_json(200, "A page of entries.", schema_of::<AuditPage>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };
 
-const fn filter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
+const fn filter_parameter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
     Parameter { name, location: ParameterLocation::Query, schema, about }
 }
 
@@ -70,17 +70,18 @@ fn filter_schema() -> Value {
     text_to(MAX_FILTER_CHARS)
 }
 
-const ACTOR: Parameter = filter(
+const ACTOR: Parameter = filter_parameter(
     "actor",
     filter_schema,
     "An operator's name, `operator` for PLATFORM_SECRET, `platform` for the platform itself, or `machine:<id>`.",
 );
-const ACTION: Parameter = filter("action", filter_schema, "For example `recover` or `operator.add`.");
+const ACTION: Parameter =
+    filter_parameter("action", filter_schema, "The action, for example `recover` or `operator.add`.");
 const TARGET: Parameter =
-    filter("target", filter_schema, "A machine's id, USER/SLOT, or another subject of the action.");
-const SINCE: Parameter = filter("since", time, "Entries at or after this time.");
-const UNTIL: Parameter = filter("until", time, "Entries before this time.");
-const LIMIT: Parameter = filter(
+    filter_parameter("target", filter_schema, "A machine's id, USER/SLOT, or another object of the action.");
+const SINCE: Parameter = filter_parameter("since", time, "Entries at or after this time.");
+const UNTIL: Parameter = filter_parameter("until", time, "Entries before this time.");
+const LIMIT: Parameter = filter_parameter(
     "limit",
     || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
     "Page size.",

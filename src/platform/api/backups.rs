@@ -1,4 +1,5 @@
-//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier machines.
+//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier
+//! machines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json};
 use super::problems;
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use axum::routing::get;
 use http::Method;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, matching, schema_of};
@@ -76,11 +77,11 @@ pub async fn handle(
     let (latest, page) =
         tokio::time::timeout(STORE_TIMEOUT, read).await.map_err(|_| svc_store::problem::unavailable())??;
     let latest = latest.map(|latest| latest.key);
-    let backups = page.records.iter().map(|record| backup(record, latest.as_deref())).collect();
+    let backups = page.records.iter().map(|record| backup_resource(record, latest.as_deref())).collect();
     Ok(Json(BackupPage { latest, backups, next_cursor: page.next }).into_response())
 }
 
-fn backup(record: &ListedSnapshot, latest: Option<&str>) -> Backup {
+fn backup_resource(record: &ListedSnapshot, latest: Option<&str>) -> Backup {
     Backup {
         key: record.key.clone(),
         size_bytes: record.size_bytes,
@@ -108,7 +109,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             LATEST,
         ],
         body: None,
-        responses: &[documented_json(200, "A page.", schema_of::<BackupPage>)],
+        responses: &[documented_json(200, "A page of snapshots.", schema_of::<BackupPage>)],
         problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
@@ -118,7 +119,7 @@ const LATEST: Parameter = Parameter {
     name: "latest",
     location: ParameterLocation::Query,
     schema: boolean,
-    about: "true: only the snapshot that the pointer names.",
+    about: "true: list only the snapshot that the pointer names.",
 };
 
 const LIMIT: Parameter = Parameter {

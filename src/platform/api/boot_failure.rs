@@ -12,7 +12,7 @@ use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, documented_jso
 use super::mutation::{self, AuditChange, Reply};
 use super::{problems, register};
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use crate::lifecycle::{self, EventContext};
 use axum::routing::post;
 use svc_base::untrusted_text;
@@ -45,8 +45,8 @@ pub async fn handle(
     let report = fields.finish(report)?;
     let BootFailureReport { stage, message } = &report;
 
-    let with = EventContext { failed_at: Some((stage, message)), ..EventContext::default() };
-    lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
+    let context = EventContext { failed_at: Some((stage, message)), ..EventContext::default() };
+    lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, context)
         .await
         .map_err(|error| problems::lifecycle_problem(error, &machine))?;
     let (target, after) = (id.to_string(), json!(report));

@@ -1,6 +1,6 @@
 //! POST `/vps/:id/storage-credentials`: issues credentials for the host's slot in the object store.
 //!
-//! Only the slot's current machine gets them, and for a short time a machine whose final backup is pending.
+//! Only the slot's current machine gets credentials, and, for a short time, a machine whose final backup is pending.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ pub async fn handle(
     platform.rates.admit_credentials(id)?;
     let grant = if machine.is_active() {
         SessionGrant::WithOutage
-    } else if heartbeat::needs_last_backup(&platform, &machine).await? {
+    } else if heartbeat::is_final_backup_pending(&platform, &machine).await? {
         SessionGrant::Working
     } else if machine.deleted_at.is_some() {
         return Err(unauthorized());

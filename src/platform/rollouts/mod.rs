@@ -157,8 +157,10 @@ async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<M
             let machine = db::machines::get(&session, id).await?;
             drop(session);
             match machine {
-                Some(machine) => host_call::update(platform, &machine, &rollout.image_version).await,
-                None => Ok(()),
+                Some(machine) => {
+                    Ok(host_call::request_update(platform, &machine, &rollout.image_version).await?)
+                }
+                None => Ok::<_, anyhow::Error>(()),
             }
         };
         if let Err(error) = call.await {

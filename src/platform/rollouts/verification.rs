@@ -184,11 +184,12 @@ fn check_database(machine: &MachineRow) -> Findings {
 
 /// A client of the host with the owner's rights, as the router has.
 fn host_client(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
-    let (base, client) = host_call::client_of(platform, machine, TIMEOUTS)?;
+    let (base, client) = host_call::build_client(platform, machine, TIMEOUTS)?;
     let (platform, machine) = (Arc::clone(platform), machine.clone());
     let sign = move || {
         let keys = platform.keys.borrow();
-        let proof = keys.signer_for(&machine.proof_kids).sign(&host_call::claims_for(&machine, Route::Shell));
+        let proof =
+            keys.signer_for(&machine.proof_kids).sign(&host_call::build_claims(&machine, Route::Shell));
         HeaderValue::from_str(&proof).unwrap_or_else(|_| HeaderValue::from_static(""))
     };
     let header = HeaderName::from_static(proof::HEADER);
