@@ -1,4 +1,4 @@
-//! The shared state of the control plane's parts in one process, assembled only by `run`.
+//! State that the parts of the control plane share within one process. Only `run` assembles it.
 
 use std::sync::Arc;
 
@@ -31,16 +31,16 @@ pub struct Platform {
     /// The offset of this process's clock from the database's.
     pub clock: Arc<ProcessClock>,
     pub bucket: Bucket,
-    /// Store access for hosts.
+    /// The access to the object store that hosts get.
     pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
-    /// This process among the platform's processes, with the fingerprints of its platform keys.
+    /// The id of this process and the fingerprints of its platform keys.
     pub process: ProcessKeys,
-    /// Labels this installation's servers at the provider.
+    /// The value of the label that marks this installation's servers at the provider.
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
-    /// Age of the routes of this process's router.
+    /// Tracks the age of the routes of this process's router.
     pub routes: Arc<Freshness>,
     /// Wakes this process's runner before its next poll.
     pub nudge: Notify,
@@ -50,7 +50,7 @@ pub struct Platform {
     pub server_checks: ServerChecks,
     /// Rate limits of the control API in this process.
     pub rates: ApiRates,
-    /// What quotes have read from the provider in this process.
+    /// Provider data that this process caches for price quotes.
     pub quotes: QuoteCache,
     pub stop: CancellationToken,
 }

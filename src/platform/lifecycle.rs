@@ -47,7 +47,7 @@ pub struct MachineRequest {
     pub image_version: ImageVersion,
     pub bundle_sha256: String,
     pub https_port: u16,
-    pub lives_for: Option<Duration>,
+    pub preview_ttl: Option<Duration>,
     /// The snapshot to restore; `None`: the one that the pointer names.
     pub restore_snapshot: Option<String>,
 }
@@ -358,7 +358,7 @@ async fn insert(
         https_port: request.https_port,
         registration_token_hash: mint.hash(id, Purpose::Registration, Generation::FIRST),
         upgrade_token_hash: mint.hash(id, Purpose::Upgrade, Generation::FIRST),
-        lives_for: request.lives_for,
+        preview_ttl: request.preview_ttl,
         restore_snapshot: request.restore_snapshot.clone(),
     };
     machine_changes::insert(tx, &machine).await?;

@@ -55,7 +55,7 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let mut seen = fleet::summarize(&rows, token_rotation, trust);
-    if let Some(certificates) = certificates::summary(&rows, trust) {
+    if let Some(certificates) = certificates::summarize(&rows, trust) {
         MACHINES_BY_CERTIFICATE.set(["trusted"], certificates.trusted as f64);
         MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);
         MACHINES_BY_CERTIFICATE.set(["missing"], certificates.missing as f64);

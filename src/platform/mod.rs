@@ -141,7 +141,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let scrape = metrics::install().or_exit(Exit::Internal)?;
     let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
-    let host_store = host_store.reached_by_hosts_at(config.hosts.store_endpoint.as_ref());
+    let host_store = host_store.with_host_endpoint(config.hosts.store_endpoint.as_ref());
     if host_store.shares_platform_credentials() {
         tracing::warn!(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
@@ -306,7 +306,8 @@ async fn warn_of_missing_certificates(db: &Db, trust: &HostTrust) {
     let listed = async { db::fleet::list_active_machines(&db.session().await?).await };
     match listed.await {
         Ok(rows) => {
-            if let Some(seen) = certificates::summary(&rows, trust).filter(|seen| seen.missing > seen.exempt)
+            if let Some(seen) =
+                certificates::summarize(&rows, trust).filter(|seen| seen.missing > seen.exempt)
             {
                 let handles: Vec<_> = seen.missing_handles.iter().map(Text::as_str).collect();
                 let (machines, exempt) = (seen.missing, seen.exempt);
@@ -359,7 +360,7 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
 }
 
 async fn read_installation_id(db: &Db) -> Result<uuid::Uuid, DbError> {
-    db::servers::installation_id(&db.session().await?).await
+    db::servers::load_installation_id(&db.session().await?).await
 }
 
 struct BoundListener {

@@ -12,7 +12,7 @@ use svc_http::problem::chain;
 use svc_http::tls::{self, ChainCheck, Identity};
 
 pub async fn run(mut env: Env) -> Result<(), Failure> {
-    let listen = PlatformConfig::api(&mut env);
+    let listen = PlatformConfig::read_api_listener(&mut env);
     let listen = env.finish(Some(listen))?;
     let (client, scheme) = client(&listen).or_exit(Exit::Config)?;
     let ip = match listen.address.ip() {

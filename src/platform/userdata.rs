@@ -59,7 +59,7 @@ pub fn render(
 ) -> Result<SecretString, RenderError> {
     let secret = [
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
-        ("/opt/svc/env/r2.env", store.env_file()),
+        ("/opt/svc/env/r2.env", store.to_env_file()),
         ("/opt/svc/env/boot.env", boot_env(machine, mint)),
         ("/opt/svc/env/update.env", update_env(machine, hosts)),
     ];
@@ -180,7 +180,7 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
 
 /// Settings that root uses: only root can change the file.
 fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
-    let bundle_url = hosts.bundle_url.of(&machine.image_version);
+    let bundle_url = hosts.bundle_url.for_version(&machine.image_version);
     let mut text = env_lines(&[
         ("PLATFORM_INTERNAL_URL", hosts.internal_url.as_str().trim_end_matches('/')),
         ("SVC_MACHINE_ID", &machine.id.to_string()),
@@ -192,7 +192,7 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
         text.push_str(&env_line("SVC_BUNDLE_KEYS_SEQUENCE", &hosts.bundle_keys_sequence.to_string()));
     }
     // The token is only for the platform, at any of its addresses.
-    if hosts.is_of_platform(&bundle_url) {
+    if hosts.is_platform_url(&bundle_url) {
         text.push_str(&env_line("SVC_HOST_BUNDLE_WITH_TOKEN", "yes"));
     }
     if let Some(image) = &hosts.postgres_image {

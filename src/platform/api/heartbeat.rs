@@ -86,7 +86,7 @@ pub async fn handle(
     // Do not use this process's cache: it may lack a key that another process has delivered and already signs with.
     let session = platform.host_db.session().await?;
     let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
-    let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
+    let desired = if superseded { None } else { db::rollouts::find_desired_release(&session, id).await? };
     drop(session);
     let (desired_image_version, desired_request_id) = match desired {
         Some(desired) => (desired.image_version, Some(desired.request_id)),

@@ -52,7 +52,7 @@ async fn read_machine(platform: &Platform, id: MachineId) -> Result<StoredMachin
     let machine = db::machines::get(&tx, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let operations = resource::operation::of_machine(&tx, id).await?;
-    let copies = copies::of_slot(&tx, &machine, &platform.config.timing).await?;
+    let copies = copies::load_copies(&tx, &machine, &platform.config.timing).await?;
     db::commit(tx).await?;
     Ok(StoredMachine { machine, operations, copies })
 }

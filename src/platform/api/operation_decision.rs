@@ -248,7 +248,7 @@ async fn abandon_operation(
         }
         // The operation ends after it has switched its server on again.
         OperationKind::Resize => {
-            return Ok(db::operations::skip_to(tx, operation.id, Step::PowerOn.as_str()).await?);
+            return Ok(db::operations::skip_to_step(tx, operation.id, Step::PowerOn.as_str()).await?);
         }
         OperationKind::RemoveServer => machine_changes::record_removal_abandoned(tx, machine.id).await?,
         OperationKind::Delete

@@ -265,7 +265,7 @@ async fn create_machine(
         image_version: plan.image_version,
         bundle_sha256: plan.bundle_sha256,
         https_port: config.hosts.https_port,
-        lives_for: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
+        preview_ttl: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
     };
     let restore = plan.restore;
@@ -332,7 +332,7 @@ pub async fn check_admission(
             }
         }
     }
-    let owner = db::slots::handle_owner(client, &request.handle).await?;
+    let owner = db::slots::find_handle_owner(client, &request.handle).await?;
     if owner.is_some_and(|owner| owner != request.user.as_str()) {
         return Err(handle_taken(&request.handle));
     }

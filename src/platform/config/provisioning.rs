@@ -1,4 +1,4 @@
-//! The settings of new machines and of the provider that they are created at.
+//! Settings for new machines and for the provider that creates their servers.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use svc_base::config::{Env, Flag};
 use svc_base::variable::Variable;
 use svc_machine::name::{ImageVersion, Location, ServerType};
 
-/// Settings of the provision route.
+/// Settings for provisioning.
 pub struct Provisioning {
     pub enabled: Flag,
     pub billing_enforcement: Flag,
-    /// Whether a provision that adds a customer needs the confirmations.
+    /// Whether a provision that adds a customer requires confirmation.
     pub confirmation: Flag,
-    /// The environment's name, for people.
+    /// The environment's name, shown to operators.
     pub environment: Option<String>,
     pub image_version: ImageVersion,
     pub server_type: ServerType,
@@ -32,19 +32,19 @@ pub struct Provisioning {
 pub struct ProviderConfig {
     pub api_url: Url,
     pub token: SecretString,
-    /// The project's name, for people.
+    /// The project's name, shown to operators.
     pub project: Option<String>,
-    /// The project's limit of servers.
+    /// Maximum number of servers in the project.
     pub server_limit: Option<u64>,
     pub image: String,
-    /// How long a create request without a response may still produce a server.
+    /// How long after an unanswered create request its server may still appear.
     pub ambiguous_wait: Duration,
 }
 
-/// Maximum length of the names of environment and project.
+/// Maximum length of the environment's and the project's name.
 const MAX_NAME_CHARS: usize = 64;
 
-/// Maximum fallback locations per machine.
+/// Maximum number of fallback locations per machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
 
 pub(super) fn provisioning(env: &mut Env) -> Option<Provisioning> {
@@ -73,7 +73,7 @@ pub(super) fn provisioning(env: &mut Env) -> Option<Provisioning> {
     })
 }
 
-/// `nbg1,hel1`, in the order in which they are tried.
+/// Reads a list such as `nbg1,hel1`, in the order in which the locations are tried.
 fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
     let variable = &vars::PROVIDER_FALLBACK_LOCATIONS;
     let text = env.text(variable).unwrap_or_default();
@@ -108,11 +108,11 @@ pub(super) fn provider(env: &mut Env) -> Option<ProviderConfig> {
     Some(ProviderConfig { api_url: api_url?, token: token?, project, server_limit, image, ambiguous_wait })
 }
 
-/// A name that is shown to operators in one line.
+/// Reads a name that is shown to operators on one line.
 fn short_name(env: &mut Env, variable: &Variable) -> Option<String> {
     let name = env.text(variable)?;
     if name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) {
-        env.mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, in one line"));
+        env.mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, on one line"));
         return None;
     }
     Some(name)

@@ -56,7 +56,7 @@ pub async fn admit(
             // Before its use is recorded: a wrong key must not change the state of the key change.
             keys::ensure_opened(&tx, seal).await?;
         }
-        let incompatible = own.incompatible(&tx).await?;
+        let incompatible = own.list_incompatible(&tx).await?;
         if incompatible.is_empty() {
             own.renew(&tx).await?;
             if is_first && own.ids.previous.is_none() {

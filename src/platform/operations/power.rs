@@ -107,7 +107,7 @@ async fn machine_in_slot(held: &HeldOperation<'_>) -> Result<MachineRow, StepErr
 /// Whether another process may still be running an ended operation of the slot.
 async fn is_slot_leased(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = held.platform.db.session().await?;
-    Ok(db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?)
+    Ok(db::leases::has_other_slot_lease(&session, machine.id, held.operation.id).await?)
 }
 
 async fn find_server(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<Server>, StepError> {
