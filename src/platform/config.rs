@@ -32,8 +32,8 @@ pub use self::router::{HostAndPort, RouterConfig};
 
 /// All settings of `svc-platform`.
 pub struct PlatformConfig {
-    pub api: Listen,
-    pub router: Listen,
+    pub api: ListenerConfig,
+    pub router: ListenerConfig,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
     /// The keys from which host tokens and the key that seals signing keys are derived.
@@ -75,8 +75,8 @@ impl PlatformConfig {
     }
 }
 
-/// A listener. Without a certificate it speaks plain HTTP.
-pub struct Listen {
+/// The settings of a listener. Without a certificate, it serves plain HTTP.
+pub struct ListenerConfig {
     pub address: SocketAddr,
     pub tls: Option<TlsFiles>,
 }
@@ -176,59 +176,64 @@ impl PlatformConfig {
     }
 
     /// Reads only the settings of the API's listener.
-    pub fn read_api_listener(env: &mut Env) -> Listen {
-        listen(env, &vars::PLATFORM_LISTEN, &vars::PLATFORM_TLS_CERT_FILE, &vars::PLATFORM_TLS_KEY_FILE)
+    pub fn read_api_listener(env: &mut Env) -> ListenerConfig {
+        read_listener(
+            env,
+            &vars::PLATFORM_LISTEN,
+            &vars::PLATFORM_TLS_CERT_FILE,
+            &vars::PLATFORM_TLS_KEY_FILE,
+        )
     }
 
     fn build(env: &mut Env) -> Option<Self> {
         let api = Self::read_api_listener(env);
         let router =
-            listen(env, &vars::ROUTER_LISTEN, &vars::ROUTER_TLS_CERT_FILE, &vars::ROUTER_TLS_KEY_FILE);
+            read_listener(env, &vars::ROUTER_LISTEN, &vars::ROUTER_TLS_CERT_FILE, &vars::ROUTER_TLS_KEY_FILE);
         let routing = RouterConfig::read(env);
-        let database = database(env);
+        let database = read_database(env);
         let keys = keys::read(env);
-        let secret = platform_secret(env);
-        let provisioning = provisioning::provisioning(env);
+        let secret = read_platform_secret(env);
+        let provisioning = provisioning::read_provisioning(env);
         let hosts = HostSettings::read(env);
         let trust = HostTrust::read(env, hosts.as_ref().and_then(|hosts| hosts.domain.clone()));
-        let provider = provisioning::provider(env);
+        let provider = provisioning::read_provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
         let connections = Connections::read(env);
         let rates = RateConfig::read(env);
         let timing = Timing {
-            registration_ttl: seconds(env, &vars::REGISTRATION_TTL_SECONDS),
-            last_backup_deadline: seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
-            last_backup_stall: seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
-            last_backup_limit: seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
-            power_off_retry: seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
-            predecessor_keep: seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
-            delete_grace: seconds(env, &vars::DELETE_GRACE_SECONDS),
+            registration_ttl: read_seconds(env, &vars::REGISTRATION_TTL_SECONDS),
+            last_backup_deadline: read_seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
+            last_backup_stall: read_seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
+            last_backup_limit: read_seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
+            power_off_retry: read_seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
+            predecessor_keep: read_seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
+            delete_grace: read_seconds(env, &vars::DELETE_GRACE_SECONDS),
             max_clock_skew: Duration::from_millis(env.or_default(&vars::MAX_CLOCK_SKEW_MS)),
             poll: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
-            lease: seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
-            reconcile: seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
-            resize_shutdown: seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
-            resize_change: seconds(env, &vars::RESIZE_CHANGE_SECONDS),
-            resize_health: seconds(env, &vars::RESIZE_HEALTH_SECONDS),
-            operation_deadline: seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
-            operation_limit: seconds(env, &vars::OPERATION_LIMIT_SECONDS),
-            server_check: seconds(env, &vars::SERVER_CHECK_SECONDS),
-            server_silence: seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
-            orphan_grace: seconds(env, &vars::ORPHAN_GRACE_SECONDS),
-            rollout_silence: seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),
+            lease: read_seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
+            reconcile: read_seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
+            resize_shutdown: read_seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
+            resize_change: read_seconds(env, &vars::RESIZE_CHANGE_SECONDS),
+            resize_health: read_seconds(env, &vars::RESIZE_HEALTH_SECONDS),
+            operation_deadline: read_seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
+            operation_limit: read_seconds(env, &vars::OPERATION_LIMIT_SECONDS),
+            server_check: read_seconds(env, &vars::SERVER_CHECK_SECONDS),
+            server_silence: read_seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
+            orphan_grace: read_seconds(env, &vars::ORPHAN_GRACE_SECONDS),
+            rollout_silence: read_seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),
             keys: KeyTiming {
-                rotate: seconds(env, &vars::PROOF_KEY_ROTATE_SECONDS).max(Duration::from_secs(1)),
-                overlap: seconds(env, &vars::PROOF_KEY_OVERLAP_SECONDS).max(Duration::from_secs(1)),
-                max_silence: seconds(env, &vars::PROOF_KEY_SILENCE_SECONDS).max(Duration::from_secs(1)),
+                rotate: read_seconds(env, &vars::PROOF_KEY_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                overlap: read_seconds(env, &vars::PROOF_KEY_OVERLAP_SECONDS).max(Duration::from_secs(1)),
+                max_silence: read_seconds(env, &vars::PROOF_KEY_SILENCE_SECONDS).max(Duration::from_secs(1)),
             },
             tokens: TokenTiming {
-                rotate: seconds(env, &vars::UPGRADE_TOKEN_ROTATE_SECONDS).max(Duration::from_secs(1)),
-                overlap: seconds(env, &vars::UPGRADE_TOKEN_OVERLAP_SECONDS),
+                rotate: read_seconds(env, &vars::UPGRADE_TOKEN_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                overlap: read_seconds(env, &vars::UPGRADE_TOKEN_OVERLAP_SECONDS),
             },
             retention: Retention {
-                operations: days(env, &vars::OPERATION_RETENTION_DAYS),
-                audit: days(env, &vars::AUDIT_RETENTION_DAYS),
+                operations: read_days(env, &vars::OPERATION_RETENTION_DAYS),
+                audit: read_days(env, &vars::AUDIT_RETENTION_DAYS),
             },
         };
         Some(Self {
@@ -251,15 +256,15 @@ impl PlatformConfig {
     }
 }
 
-fn seconds(env: &mut Env, variable: &Variable) -> Duration {
+fn read_seconds(env: &mut Env, variable: &Variable) -> Duration {
     Duration::from_secs(env.or_default(variable))
 }
 
-fn days(env: &mut Env, variable: &Variable) -> Duration {
+fn read_days(env: &mut Env, variable: &Variable) -> Duration {
     Duration::from_secs(env.or_default::<u64>(variable).clamp(1, 36_500) * 86_400)
 }
 
-fn listen(env: &mut Env, address: &Variable, cert: &Variable, key: &Variable) -> Listen {
+fn read_listener(env: &mut Env, address: &Variable, cert: &Variable, key: &Variable) -> ListenerConfig {
     let address = env.or_default(address);
     let tls = match (env.path(cert), env.path(key)) {
         (Some(cert), Some(key)) => Some(TlsFiles { cert, key }),
@@ -273,10 +278,10 @@ fn listen(env: &mut Env, address: &Variable, cert: &Variable, key: &Variable) ->
             None
         }
     };
-    Listen { address, tls }
+    ListenerConfig { address, tls }
 }
 
-fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
+fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
     let variable = &vars::PLATFORM_DATABASE_URL;
     let url = env.required_secret(variable)?;
     // The parser's own message can contain the password.
@@ -288,7 +293,7 @@ fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
     Some(config)
 }
 
-fn platform_secret(env: &mut Env) -> Option<SecretString> {
+fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
     if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {

@@ -14,7 +14,7 @@ use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
 use super::rates::ApiRates;
-use super::route_freshness::Freshness;
+use super::route_freshness::RouteFreshness;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
 use svc_provider::Provider;
@@ -41,7 +41,7 @@ pub struct Platform {
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
     /// Tracks the age of the routes of this process's router.
-    pub routes: Arc<Freshness>,
+    pub routes: Arc<RouteFreshness>,
     /// Wakes this process's runner before its next poll.
     pub nudge: Notify,
     /// Wakes this process's reconciler before its next pass.

@@ -53,7 +53,7 @@ pub async fn quote(
     server_type: &ServerType,
     places: Places<'_>,
 ) -> Result<ServerCost, Problem> {
-    let prices = platform.quotes.prices(server_type, read_prices(platform, server_type)).await?;
+    let prices = platform.quotes.get_prices(server_type, read_prices(platform, server_type)).await?;
     require_sold(&prices, server_type, places)
 }
 

@@ -16,7 +16,7 @@ use secrecy::SecretSlice;
 use serde_json::{Value, json};
 use svc::machine::id::MachineId;
 use svc::platform::key_change::mark;
-use svc::platform::keys::{Seal, SealedWith};
+use svc::platform::keys::{OpeningKey, Seal};
 use svc::platform::platform_key::KeyId;
 use svc::platform::tokens::{Generation, Purpose, TokenMint};
 use svc::store::key::SlotPrefix;
@@ -96,13 +96,13 @@ async fn sealed(client: &Client) -> BTreeMap<String, Vec<u8>> {
 
 async fn is_all_sealed_with(client: &Client, byte: u8) -> bool {
     let seal = Seal::new(&key(byte));
-    sealed(client).await.iter().all(|(kid, sealed)| seal.sealed_with(kid, sealed) == SealedWith::Current)
+    sealed(client).await.iter().all(|(kid, sealed)| seal.find_opening_key(kid, sealed) == OpeningKey::Current)
 }
 
 /// Whether only the new key is still needed.
 async fn is_sole(client: &Client) -> bool {
     let sql = "SELECT count(*) FROM platform_keys WHERE key_id = $1 AND sole_since IS NOT NULL";
-    let row = client.query_one(sql, &[&KeyId::of(&key(NEW)).as_str()]).await.unwrap();
+    let row = client.query_one(sql, &[&KeyId::from_key(&key(NEW)).as_str()]).await.unwrap();
     row.get::<_, i64>(0) == 1
 }
 
@@ -118,7 +118,7 @@ fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
 async fn running_process(stack: &Stack, byte: u8) -> String {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT process_id::text FROM platform_processes WHERE key_id = $1";
-    client.query_one(sql, &[&KeyId::of(&key(byte)).as_str()]).await.unwrap().get(0)
+    client.query_one(sql, &[&KeyId::from_key(&key(byte)).as_str()]).await.unwrap().get(0)
 }
 
 async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
@@ -346,7 +346,7 @@ async fn server_restored_with_its_settings_is_refused() {
     stop(started(&stack, NEW, None, &[])).await;
 
     assert!(copy.restore(&client).await.unwrap());
-    let (then, now) = (KeyId::of(&key(OLD)), KeyId::of(&key(NEW)));
+    let (then, now) = (KeyId::from_key(&key(OLD)), KeyId::from_key(&key(NEW)));
     let printed = refused(&stack, OLD, None).await;
     assert!(printed.contains(now.as_str()) && printed.contains("as PLATFORM_KEY_PREVIOUS"), "{printed}");
     assert!(refused(&stack, OLD, Some(NEW + 1)).await.contains(now.as_str()));
@@ -375,7 +375,7 @@ async fn process_with_outdated_key_stops_once_the_store_responds() {
     assert!(!ended.expect("the process exits").success());
     let note = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
     let note: Value = serde_json::from_slice(&note).unwrap();
-    assert_eq!(note["keyId"], KeyId::of(&key(NEW)).as_str(), "the note is not overwritten");
+    assert_eq!(note["keyId"], KeyId::from_key(&key(NEW)).as_str(), "the note is not overwritten");
 }
 
 #[tokio::test(flavor = "multi_thread")]

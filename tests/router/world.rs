@@ -17,7 +17,7 @@ use svc::http::shards::Shards;
 use svc::platform::config::RouterConfig;
 use svc::platform::host_trust::HostTrust;
 use svc::platform::keys::{AppKeys, SigningSet};
-use svc::platform::route_freshness::Freshness;
+use svc::platform::route_freshness::RouteFreshness;
 use svc::platform::router::{RouterContext, RouterService, UserMarks, router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -143,7 +143,7 @@ impl World {
         let stop = CancellationToken::new();
         let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
         let pool = deadpool_postgres::Pool::builder(manager).max_size(4).build()?;
-        let freshness = Arc::new(Freshness::new(config.max_staleness));
+        let freshness = Arc::new(RouteFreshness::new(config.max_staleness));
         let context =
             RouterContext { pool, database, config, trust, proof, marks, freshness, stop: stop.clone() };
         let RouterService { routes, passthrough } = router(context)?;

@@ -23,7 +23,7 @@ use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rates::ApiRates;
-use svc::platform::route_freshness::Freshness;
+use svc::platform::route_freshness::RouteFreshness;
 use svc::platform::router::{self, RouterContext, UserMarks};
 use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
@@ -99,7 +99,7 @@ impl Process {
         let config = config(&database.url());
         let view = View { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
-        let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
+        let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
         let routes = RouterContext {
             pool: database.db.pool().clone(),
             database: config.database.clone(),

@@ -40,7 +40,7 @@ impl RunDatabase {
         let config: PlatformConfig = process::config(&database.url());
         let db = Db::new(&config.database, 16)?;
         let (_, keys) = watch::channel(Arc::new(
-            keys::load(&db, &Seal::of(&config.keys), config.timing.keys.overlap).await?,
+            keys::load(&db, &Seal::from_keys(&config.keys), config.timing.keys.overlap).await?,
         ));
         // Rows of a few runs are deleted faster than files are truncated.
         let copy = TablesCopy::new(&client).await?;

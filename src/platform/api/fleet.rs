@@ -45,7 +45,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         attention_total: summary.attention_total,
         bundle_keys: Some(bundle_keys::summarize(&rows, &hosts.trusted_keys(), hosts.bundle_keys_sequence)),
         certificates: certificates::summarize(&rows, &platform.config.trust),
-        rollout: resource::rollout::summaries(&session, open.as_slice()).await?.pop(),
+        rollout: resource::rollout::load_summaries(&session, open.as_slice()).await?.pop(),
         overdue_operations: overdue.iter().map(overdue_operation).collect(),
         overdue_operations_total: total.unsigned_abs(),
         alarms: alarms::list_active(&session, &platform.config.timing).await?,

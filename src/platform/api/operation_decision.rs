@@ -140,7 +140,7 @@ async fn apply_decision(
             Decision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
         }
         let now = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
-        let reply = Reply::new(StatusCode::OK, resource::operation::with_log(tx, &now).await?);
+        let reply = Reply::new(StatusCode::OK, resource::operation::load_with_log(tx, &now).await?);
         let change = AuditChange {
             action: decision.action(),
             target: id.to_string(),

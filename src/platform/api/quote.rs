@@ -46,7 +46,7 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
         let read = server_cost::quote(platform, &request.server_type, places).await;
         cost = if needs_cost_confirmation { Some(read?) } else { read.ok() };
         let count = async { Ok(server_quota::count_listed(platform).await?) };
-        listed = Some(platform.quotes.servers(count).await?);
+        listed = Some(platform.quotes.get_servers(count).await?);
     }
     let session = platform.db.session().await?;
     let servers = match (listed, &existing) {

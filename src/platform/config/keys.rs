@@ -12,9 +12,9 @@ use svc_base::variable::Variable;
 /// Reads both keys. Records mistakes in `env` and returns `None` if there are any.
 pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     let (variable, previous_variable) = (&vars::PLATFORM_KEY, &vars::PLATFORM_KEY_PREVIOUS);
-    let current = env.required_secret(variable).and_then(|text| key_of(env, variable, &text));
+    let current = env.required_secret(variable).and_then(|text| parse_key(env, variable, &text));
     let previous = match env.secret(previous_variable) {
-        Some(text) => Some(key_of(env, previous_variable, &text)?),
+        Some(text) => Some(parse_key(env, previous_variable, &text)?),
         None => None,
     };
     let (current, previous) = (current?, previous);
@@ -28,7 +28,7 @@ pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     Some(PlatformKeys { current, previous })
 }
 
-fn key_of(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<SecretSlice<u8>> {
+fn parse_key(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<SecretSlice<u8>> {
     let text = text.expose_secret();
     let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
     match bytes {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use secrecy::SecretString;
 use url::Url;
 
-use super::seconds;
+use super::read_seconds;
 use crate::vars;
 use svc_base::config::{Env, Flag};
 use svc_base::variable::Variable;
@@ -47,15 +47,15 @@ const MAX_NAME_CHARS: usize = 64;
 /// Maximum number of fallback locations per machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
 
-pub(super) fn provisioning(env: &mut Env) -> Option<Provisioning> {
+pub(super) fn read_provisioning(env: &mut Env) -> Option<Provisioning> {
     let enabled = env.flag(&vars::CUSTOMER_VPS_ENABLED);
     let billing_enforcement = env.flag(&vars::BILLING_ENFORCEMENT);
     let confirmation = env.flag(&vars::PROVISION_CONFIRMATION);
-    let environment = short_name(env, &vars::PLATFORM_ENVIRONMENT);
+    let environment = read_short_name(env, &vars::PLATFORM_ENVIRONMENT);
     let image_version = env.required(&vars::CUSTOMER_VPS_IMAGE_VERSION);
-    let server_type = named(env, &vars::PROVIDER_SERVER_TYPE);
-    let location = named(env, &vars::PROVIDER_LOCATION);
-    let fallback_locations = fallback_locations(env);
+    let server_type = read_or_default(env, &vars::PROVIDER_SERVER_TYPE);
+    let location = read_or_default(env, &vars::PROVIDER_LOCATION);
+    let fallback_locations = read_fallback_locations(env);
     let preview_max_per_owner = env.or_default(&vars::PREVIEW_MAX_PER_OWNER);
     let preview_ttl =
         Duration::from_secs(env.or_default::<u64>(&vars::PREVIEW_TTL_HOURS).saturating_mul(3600));
@@ -74,7 +74,7 @@ pub(super) fn provisioning(env: &mut Env) -> Option<Provisioning> {
 }
 
 /// Reads a list such as `nbg1,hel1`, in the order in which the locations are tried.
-fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
+fn read_fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
     let variable = &vars::PROVIDER_FALLBACK_LOCATIONS;
     let text = env.text(variable).unwrap_or_default();
     let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
@@ -91,25 +91,28 @@ fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
     }
 }
 
-fn named<T: std::str::FromStr<Err: std::fmt::Display>>(env: &mut Env, variable: &Variable) -> Option<T> {
+fn read_or_default<T: std::str::FromStr<Err: std::fmt::Display>>(
+    env: &mut Env,
+    variable: &Variable,
+) -> Option<T> {
     if env.is_set(variable) { env.optional(variable) } else { Some(variable.default_value()) }
 }
 
-pub(super) fn provider(env: &mut Env) -> Option<ProviderConfig> {
+pub(super) fn read_provider(env: &mut Env) -> Option<ProviderConfig> {
     let api_url = match env.is_set(&vars::PROVIDER_API_URL) {
         true => env.web_url(&vars::PROVIDER_API_URL),
         false => Some(vars::PROVIDER_API_URL.default_value()),
     };
     let token = env.required_secret(&vars::PROVIDER_API_TOKEN);
-    let project = short_name(env, &vars::PROVIDER_PROJECT);
+    let project = read_short_name(env, &vars::PROVIDER_PROJECT);
     let server_limit = env.optional(&vars::PROVIDER_SERVER_LIMIT).map(NonZeroU64::get);
     let image = env.or_default(&vars::PROVIDER_IMAGE);
-    let ambiguous_wait = seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
+    let ambiguous_wait = read_seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
     Some(ProviderConfig { api_url: api_url?, token: token?, project, server_limit, image, ambiguous_wait })
 }
 
 /// Reads a name that is shown to operators on one line.
-fn short_name(env: &mut Env, variable: &Variable) -> Option<String> {
+fn read_short_name(env: &mut Env, variable: &Variable) -> Option<String> {
     let name = env.text(variable)?;
     if name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) {
         env.mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, on one line"));

@@ -54,8 +54,8 @@ impl RouterConfig {
             }
         };
         let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
-        let audiences = audiences(env);
-        let jwks_url = jwks_url(env, issuer.as_deref());
+        let audiences = read_audiences(env);
+        let jwks_url = read_jwks_url(env, issuer.as_deref());
         env.require(&vars::IDP_SIGN_IN_URL);
         let sign_in = env.web_url(&vars::IDP_SIGN_IN_URL);
         let legacy_fallback = env.web_url(&vars::LEGACY_FALLBACK_URL);
@@ -97,7 +97,7 @@ impl RouterConfig {
     }
 }
 
-fn audiences(env: &mut Env) -> Option<Vec<String>> {
+fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
     let text: String = env.required(&vars::IDP_AUDIENCE)?;
     let all: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
@@ -107,7 +107,7 @@ fn audiences(env: &mut Env) -> Option<Vec<String>> {
     Some(all)
 }
 
-fn jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
+fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     if env.is_set(&vars::IDP_JWKS_URL) {
         return env.web_url(&vars::IDP_JWKS_URL);
     }

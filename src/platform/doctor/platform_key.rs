@@ -103,7 +103,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
             "keep it; running platforms and heartbeats replace its secrets automatically; then run this check again",
         ),
     };
-    match usage.need.silent() {
+    match usage.need.describe_silent() {
         Some(silent) => findings.warning(
             format!("{silent} without a token of PLATFORM_KEY"),
             "the key change does not wait for them: a token rotates at the next heartbeat; after a restore of the \
@@ -130,7 +130,8 @@ async fn read_usage(
     let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let silence = config.timing.keys.max_silence;
-    let need = KeyNeed::find(client, &ids.current, &mint, &Seal::of(&config.keys), silence, ttl).await?;
+    let need =
+        KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), silence, ttl).await?;
     let (is_previous_used, processes) = match &ids.previous {
         Some(previous) => (
             platform_keys::is_known(client, previous).await?,
@@ -150,7 +151,7 @@ async fn find_unopened_key_error(
     if config.keys.previous.is_none() {
         return Ok(None);
     }
-    match keys::ensure_opened(client, &Seal::of(&config.keys)).await {
+    match keys::ensure_opened(client, &Seal::from_keys(&config.keys)).await {
         Ok(()) => Ok(None),
         Err(KeyError::Db(error)) => Err(error),
         Err(error) => Ok(Some(error)),

@@ -87,7 +87,8 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
             "unset it, except in tests",
         );
     }
-    let is_open = |listen: &crate::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
+    let is_open =
+        |listen: &crate::config::ListenerConfig| listen.tls.is_none() && !listen.address.ip().is_loopback();
     if is_open(&config.api) {
         findings = findings.warning(
             format!(

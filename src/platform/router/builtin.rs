@@ -89,7 +89,7 @@ pub(super) async fn handle(
     match route.action {
         BuiltinAction::ListSlots => list_slots(router, context, &call).await,
         BuiltinAction::ChooseSlot => choose_slot(router, context, &call).await,
-        BuiltinAction::ChooseAccount => account::choose(router, context, &call).await,
+        BuiltinAction::ChooseAccount => account::handle_choice(router, context, &call).await,
         BuiltinAction::SignOut => sign_in::sign_out(router, context, &call.headers).await,
         BuiltinAction::IssueCode => sign_in::issue_code(router, context, &call).await,
         BuiltinAction::RedeemCode => sign_in::redeem_code(router, context, &call).await,
@@ -121,7 +121,7 @@ async fn list_slots(
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return sign_in::start_sign_in(router, context, &call.uri);
     };
-    if let Some(page) = account::prompt(router, context, &identity, &call.headers, &call.uri) {
+    if let Some(page) = account::choice_page(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
     let Some(machines) = router.directory.machines(identity.user()) else {

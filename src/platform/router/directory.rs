@@ -13,11 +13,11 @@ use svc_machine::name::{IdpUserId, Slot};
 
 use super::machine::{Endpoint, Machine, MachineRecord, Upstream};
 use crate::host_trust::HostTrust;
-use crate::route_freshness::Freshness;
+use crate::route_freshness::RouteFreshness;
 
 pub(super) struct Directory {
     trust: HostTrust,
-    freshness: Arc<Freshness>,
+    freshness: Arc<RouteFreshness>,
     table: RwLock<Table>,
 }
 
@@ -47,7 +47,7 @@ impl MachineLookup {
 }
 
 impl Directory {
-    pub(super) fn new(trust: HostTrust, freshness: Arc<Freshness>) -> Self {
+    pub(super) fn new(trust: HostTrust, freshness: Arc<RouteFreshness>) -> Self {
         Self { trust, freshness, table: RwLock::default() }
     }
 
@@ -81,7 +81,7 @@ impl Directory {
     }
 
     fn fresh_users(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
-        let are_served = self.freshness.routes().are_served();
+        let are_served = self.freshness.state().are_served();
         are_served.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
@@ -93,7 +93,7 @@ impl Directory {
     /// The address of a machine that is routed to, for validations of its name.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
         let id = self.trust.domain.as_ref()?.parse_machine(name)?;
-        if !self.freshness.routes().are_served() {
+        if !self.freshness.state().are_served() {
             return None;
         }
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);

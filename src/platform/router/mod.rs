@@ -43,7 +43,7 @@ const USER_BURST_SECONDS: u32 = 2;
 use crate::config::RouterConfig;
 use crate::host_trust::HostTrust;
 use crate::keys::SigningSet;
-use crate::route_freshness::Freshness;
+use crate::route_freshness::RouteFreshness;
 use directory::Directory;
 use identity::Authenticator;
 use session::Sessions;
@@ -66,7 +66,7 @@ pub struct RouterContext {
     pub proof: channel::Receiver<Arc<SigningSet>>,
     pub marks: UserMarks,
     /// Shared with the readiness check of the process.
-    pub freshness: Arc<Freshness>,
+    pub freshness: Arc<RouteFreshness>,
     pub stop: CancellationToken,
 }
 

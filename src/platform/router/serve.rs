@@ -101,7 +101,8 @@ impl RouterState {
         let Some(identity) = self.identify(&context, request.headers()).await? else {
             return sign_in::start_sign_in(self, &context, request.uri());
         };
-        if let Some(page) = account::prompt(self, &context, &identity, request.headers(), request.uri()) {
+        if let Some(page) = account::choice_page(self, &context, &identity, request.headers(), request.uri())
+        {
             return Ok(page);
         }
         if let Some(response) =

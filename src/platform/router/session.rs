@@ -20,7 +20,7 @@ use tokio_postgres::types::ToSql;
 use super::session_token;
 use crate::keys::SigningSet;
 use crate::public_host::PublicHost;
-use crate::route_freshness::{Freshness, RoutesState};
+use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_base::metrics::SESSIONS_OPENED;
 use svc_http::rate::RateLimit;
@@ -73,7 +73,7 @@ pub(super) enum SessionError {
 
 pub(super) struct Sessions {
     pool: Pool,
-    freshness: Arc<Freshness>,
+    freshness: Arc<RouteFreshness>,
     keys: watch::Receiver<Arc<SigningSet>>,
     open_rate: RateLimit<IdpUserId>,
     cache: Mutex<HashMap<TokenHash, CachedSession>>,
@@ -107,7 +107,11 @@ pub(super) struct SessionGrant {
 }
 
 impl Sessions {
-    pub(super) fn new(pool: Pool, freshness: Arc<Freshness>, keys: watch::Receiver<Arc<SigningSet>>) -> Self {
+    pub(super) fn new(
+        pool: Pool,
+        freshness: Arc<RouteFreshness>,
+        keys: watch::Receiver<Arc<SigningSet>>,
+    ) -> Self {
         let open_rate = RateLimit::new(OPENED_PER_SECOND, OPENED_BURST_SECONDS);
         Self { pool, freshness, keys, open_rate, cache: Mutex::default() }
     }
@@ -323,7 +327,7 @@ impl Sessions {
 
     /// Fails at once if the watcher has lost the database, so that requests do not wait for the timeout.
     fn ensure_reachable(&self) -> Result<(), SessionError> {
-        match self.freshness.routes() {
+        match self.freshness.state() {
             RoutesState::Stale | RoutesState::TooOld => Err(SessionError::Unreachable),
             _ => Ok(()),
         }

@@ -76,7 +76,7 @@ pub(super) async fn issue_code(
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return start_sign_in(router, context, &call.uri);
     };
-    if let Some(page) = account::prompt(router, context, &identity, &call.headers, &call.uri) {
+    if let Some(page) = account::choice_page(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
     let mut query = call.query_fields();

@@ -21,7 +21,7 @@ use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
 use super::sign_outs::SignOuts;
 use crate::host_trust::HostTrust;
-use crate::route_freshness::{Freshness, RoutesState};
+use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::metrics::ROUTES_AGE;
 use svc_http::resolve;
@@ -50,7 +50,7 @@ pub(super) struct Watcher {
     pub(super) directory: Arc<Directory>,
     pub(super) sessions: Arc<Sessions>,
     pub(super) sign_outs: Arc<SignOuts>,
-    pub(super) freshness: Arc<Freshness>,
+    pub(super) freshness: Arc<RouteFreshness>,
     pub(super) interval: Duration,
 }
 
@@ -152,8 +152,8 @@ struct Outage {
 }
 
 impl Outage {
-    fn report(&mut self, freshness: &Freshness, error: &anyhow::Error) {
-        let routes = match freshness.routes() {
+    fn report(&mut self, freshness: &RouteFreshness, error: &anyhow::Error) {
+        let routes = match freshness.state() {
             // One poll has failed already, so the routes are no longer confirmed.
             RoutesState::Current => RoutesState::Stale,
             routes => routes,
@@ -174,7 +174,7 @@ impl Outage {
         }
     }
 
-    fn end(&mut self, freshness: &Freshness) {
+    fn end(&mut self, freshness: &RouteFreshness) {
         ROUTES_AGE.set([], freshness.age().map_or(f64::NAN, |age| age.as_secs_f64()));
         if self.logged.take().is_some() {
             tracing::info!("database reachable; routes are current");
