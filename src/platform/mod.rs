@@ -73,7 +73,7 @@ use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
 use self::rates::ApiRates;
 use self::route_freshness::RouteFreshness;
-use self::router::{RouterContext, RouterService, UserMarks};
+use self::router::{RouterContext, RouterService, UserDigests};
 use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -183,7 +183,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         config: config.routing.clone(),
         trust: config.trust.clone(),
         proof: keys.clone(),
-        marks: UserMarks::new(&config.keys.current, config.keys.previous.as_ref()),
+        user_digests: UserDigests::new(&config.keys.current, config.keys.previous.as_ref()),
         freshness: freshness.clone(),
         stop: stop.clone(),
     };

@@ -18,7 +18,7 @@ use svc::platform::config::RouterConfig;
 use svc::platform::host_trust::HostTrust;
 use svc::platform::keys::{AppKeys, SigningSet};
 use svc::platform::route_freshness::RouteFreshness;
-use svc::platform::router::{RouterContext, RouterService, UserMarks, router};
+use svc::platform::router::{RouterContext, RouterService, UserDigests, router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_postgres::{Client, NoTls};
@@ -139,13 +139,21 @@ impl World {
         let (config, trust) = env.finish(config.zip(trust))?;
         let keys = signing.borrow().public.clone();
         let proof = signing.subscribe();
-        let marks = UserMarks::new(&vec![7; 32].into(), None);
+        let user_digests = UserDigests::new(&vec![7; 32].into(), None);
         let stop = CancellationToken::new();
         let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
         let pool = deadpool_postgres::Pool::builder(manager).max_size(4).build()?;
         let freshness = Arc::new(RouteFreshness::new(config.max_staleness));
-        let context =
-            RouterContext { pool, database, config, trust, proof, marks, freshness, stop: stop.clone() };
+        let context = RouterContext {
+            pool,
+            database,
+            config,
+            trust,
+            proof,
+            user_digests,
+            freshness,
+            stop: stop.clone(),
+        };
         let RouterService { routes, passthrough } = router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;

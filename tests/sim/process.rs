@@ -24,7 +24,7 @@ use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rates::ApiRates;
 use svc::platform::route_freshness::RouteFreshness;
-use svc::platform::router::{self, RouterContext, UserMarks};
+use svc::platform::router::{self, RouterContext, UserDigests};
 use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
@@ -106,7 +106,7 @@ impl Process {
             config: config.routing.clone(),
             trust: config.trust.clone(),
             proof: database.keys.clone(),
-            marks: UserMarks::new(&config.keys.current, None),
+            user_digests: UserDigests::new(&config.keys.current, None),
             freshness: freshness.clone(),
             stop: switch.token(),
         };

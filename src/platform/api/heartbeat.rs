@@ -118,7 +118,7 @@ async fn next_token(platform: &Platform, host: &AuthenticatedHost) -> Result<Opt
         }
         standing => (host.machine.upgrade_token.clone(), standing),
     };
-    let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
+    let offer = current.next_offer(id, standing, &platform.mint, timing, Timestamp::now());
     match offer.filter(|_| host.machine.registered_at.is_some()) {
         None => Ok(None),
         Some(TokenOffer::Stored(token)) => Ok(Some(token)),
@@ -148,7 +148,7 @@ async fn advance_token(
     let tx = db::begin(&mut session).await?;
     let overlap = platform.config.timing.tokens.overlap;
     upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
-    let after = before.clone().advanced(generation, host.hash.clone(), overlap, Timestamp::now());
+    let after = before.clone().advance(generation, host.hash.clone(), overlap, Timestamp::now());
     let change = AuditChange {
         action: "token.taken_up",
         target: id.to_string(),

@@ -23,7 +23,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::db::{self};
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequest};
-use crate::server_cost::{self, Places};
+use crate::server_cost::{self, ServerLocations};
 use axum::routing::post;
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
@@ -232,8 +232,8 @@ async fn check_confirmation(
         return Ok(());
     }
     let fallback = request.locations.fallback_for(platform, location);
-    let places = Places { location, fallback: &fallback };
-    confirmation.check_cost(&server_cost::read(platform, server_type, places).await?)
+    let places = ServerLocations { location, fallback: &fallback };
+    confirmation.check_cost(&server_cost::read_cost(platform, server_type, places).await?)
 }
 
 /// The release with which the slot's next machine starts.

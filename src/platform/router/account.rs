@@ -60,11 +60,11 @@ pub(super) fn choice_page(
         return None;
     }
     let return_to = sign_in::local_path(uri);
-    let body = page::styled(TEMPLATE)
+    let body = page::insert_style(TEMPLATE)
         .replace("{{session}}", &router.account_name(&session.user))
         .replace("{{provider}}", &router.account_name(&subject.user))
         .replace("{{return_to}}", &escape_attribute(return_to));
-    Some(page::html(StatusCode::CONFLICT, body))
+    Some(page::html_response(StatusCode::CONFLICT, body))
 }
 
 /// Keeps the session, or replaces it with a session of the provider's user.
@@ -105,7 +105,7 @@ pub(super) async fn handle_choice(
 impl RouterState {
     /// A name that the user recognizes: the handle of their machine.
     fn account_name(&self, user: &IdpUserId) -> String {
-        let machines = self.directory.machines(user).unwrap_or_default();
+        let machines = self.directory.list_machines(user).unwrap_or_default();
         // Handles contain no HTML special characters.
         machines.first().map_or_else(
             || "an account without a computer".to_owned(),

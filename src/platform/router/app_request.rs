@@ -18,7 +18,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 
 use super::app_token::{self, AppClaims};
 use super::directory::MachineLookup;
-use super::identity::bearer;
+use super::identity::bearer_token;
 use super::page::UnavailableReason;
 use super::serve::{Caller, RequestContext, rate_limited};
 use super::{RouterState, builtin, frame, origin};
@@ -162,7 +162,7 @@ fn verify_token(
         tracing::debug!(%error, "app token rejected");
         if matches!(error, ProofError::Stale) { TokenRejection::Expired } else { TokenRejection::Forged }
     })?;
-    if claims.generation < router.sign_outs.required(&claims.sub) {
+    if claims.generation < router.sign_outs.required_generation(&claims.sub) {
         return Err(TokenRejection::Expired);
     }
     if slug.is_some_and(|slug| *slug != claims.app) {
@@ -182,7 +182,7 @@ fn find_token(request: &Request) -> Option<PresentedToken> {
         let slug = path[..end].to_owned();
         return Some(PresentedToken::InPath { slug, token: token.to_owned(), rest: rest.to_owned() });
     }
-    let token = bearer(request.headers()).filter(|token| app_token::is_app_token(token))?;
+    let token = bearer_token(request.headers()).filter(|token| app_token::is_app_token(token))?;
     Some(PresentedToken::AsBearer(token.to_owned()))
 }
 
