@@ -68,7 +68,7 @@ impl PlatformConfig {
         let site = site.first()?;
         Some(format!(
             "HOST_DOMAIN ({}) belongs to the same site ({site}) as {}: an owner with root access whose machine is \
-             reachable by its name can serve pages of that site and set cookies for {site}; use a separate domain",
+             reachable by its name can serve pages of that site and set cookies for {site}",
             domain.as_str(),
             names.join(" and ")
         ))

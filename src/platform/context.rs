@@ -22,11 +22,11 @@ use svc_store::Bucket;
 
 pub struct Platform {
     pub config: PlatformConfig,
-    /// For operators' changes, operations and the reconciler.
+    /// Connection pool for operators' changes, operations and the reconciler.
     pub db: Db,
-    /// For requests from hosts, so that no operator's report delays a heartbeat.
+    /// Connection pool for requests from hosts. It is separate, so that no operator's report delays a heartbeat.
     pub host_db: Db,
-    /// For operators' reports on the fleet.
+    /// Connection pool for operators' reports on the fleet.
     pub report_db: Db,
     /// The offset of this process's clock from the database's.
     pub clock: Arc<ProcessClock>,

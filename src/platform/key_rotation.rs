@@ -102,7 +102,7 @@ async fn rotate_if_due(
     purpose: &'static str,
 ) -> Result<(), KeyError> {
     let mut session = db.session().await?;
-    // Without the lock: usually nothing is due.
+    // The first read takes no lock, because usually nothing is due.
     let unlocked = db::keys::list_distribution(&session, purpose).await?;
     if unlocked.len() < 2 && unlocked.last().is_none_or(|key| key.age < timing.rotate) {
         return Ok(());

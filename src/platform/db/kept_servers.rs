@@ -15,11 +15,12 @@ use svc_machine::name::{IdpUserId, Slot};
 /// How long servers are kept.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerRetention {
-    /// After a later machine of the slot was proven.
+    /// Period after a later machine of the slot was proven.
     pub replaced: Duration,
-    /// After the deletion or, if later, the order to switch off the server: a deletion may first wait for an operator.
+    /// Period after the deletion or, if later, after the order to switch off the server: a deletion may first wait for an
+    /// operator.
     pub deleted: Duration,
-    /// For machines that never registered: if this database has lost the registration, the host sends a heartbeat
+    /// Period for machines that never registered. If this database has lost the registration, the host sends a heartbeat
     /// within this time.
     pub unregistered: Duration,
 }

@@ -124,7 +124,7 @@ pub async fn list_distribution(
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnacknowledgedHosts {
     pub reporting: i64,
-    /// Without a heartbeat for `max_silence`; rotation does not wait for these.
+    /// Hosts without a heartbeat for `max_silence`, for which a rotation does not wait.
     pub silent: i64,
 }
 

@@ -32,7 +32,10 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let tolerated_ms = (config.timing.max_clock_skew + start.elapsed()).as_millis();
     let findings = if u128::from(skew_ms.unsigned_abs()) > tolerated_ms {
         findings.problem(
-            format!("its clock differs from this machine's by {:.1} s", skew_ms.abs() as f64 / 1000.0),
+            format!(
+                "the database's clock differs from this machine's by {:.1} s",
+                skew_ms.abs() as f64 / 1000.0
+            ),
             "run `timedatectl status` on both machines, and synchronize their clocks",
         )
     } else {
@@ -43,15 +46,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let applied = client.query_one(applied, &[]).await.map(|row| row.get::<_, Option<i32>>(0));
     match applied.ok().flatten().map(i32::unsigned_abs) {
         None => findings.warning(
-            "it has no svc schema yet",
+            "the database has no svc schema yet",
             "svc-platform creates the schema when it first starts; check that this is the right database",
         ),
         Some(applied) if applied > newest => findings.problem(
-            format!("its schema has version {applied}, but this binary supports only {newest}"),
+            format!("the database's schema has version {applied}, but this binary supports only {newest}"),
             "a newer svc-platform has migrated it: install that release",
         ),
         Some(applied) if applied < newest => findings.warning(
-            format!("its schema has version {applied}, but this binary needs {newest}"),
+            format!("the database's schema has version {applied}, but this binary needs {newest}"),
             "start svc-platform, which migrates it",
         ),
         Some(applied) => {

@@ -22,7 +22,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     match provider.server_type(wanted).await {
         Ok(Some(_)) => {}
         Ok(None) => {
-            let what = format!("it does not offer the server type {wanted}");
+            let what = format!("the provider does not offer the server type {wanted}");
             return findings.problem(what, "set PROVIDER_SERVER_TYPE to a type of this provider");
         }
         Err(error) => return findings.problem(chain(&error), next),
@@ -34,7 +34,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             Ok(false) => {
                 let next =
                     "set PROVIDER_LOCATION and PROVIDER_FALLBACK_LOCATIONS to locations of this provider";
-                return findings.problem(format!("it has no location {location}"), next);
+                return findings.problem(format!("the provider has no location {location}"), next);
             }
             Err(error) => return findings.problem(chain(&error), next),
         }

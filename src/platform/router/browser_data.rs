@@ -24,7 +24,7 @@ use svc_http::problem::{Code, Problem};
 use svc_machine::name::IdpUserId;
 
 static CLEAR_SITE_DATA: HeaderName = HeaderName::from_static("clear-site-data");
-/// Without `"cookies"`: that would delete the router's own cookies too, which the router expires itself.
+/// Does not include `"cookies"`, which would also delete the router's own cookies; the router expires those itself.
 const CACHE_AND_STORAGE: HeaderValue = HeaderValue::from_static("\"cache\", \"storage\"");
 /// One year. Browsers cap the lifetime of a cookie at 400 days.
 const LAST_USER_SECONDS: u64 = 365 * 86_400;
