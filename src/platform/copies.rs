@@ -98,7 +98,7 @@ impl Copies {
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
-            Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(no_snapshot_in_store)),
+            Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(missing_snapshot_problem)),
             Ok(Err(SnapshotUnusable::Damaged { key, why })) => {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
@@ -109,19 +109,19 @@ impl Copies {
             Err(_) => (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned())),
         };
         wire::Copies {
-            live: self.live.as_ref().map(live_server),
-            kept: self.kept.iter().map(kept_server).collect(),
+            live: self.live.as_ref().map(to_live_server),
+            kept: self.kept.iter().map(to_kept_server).collect(),
             newest_snapshot_at: newest.as_ref().map(|newest| newest.taken_at.into()),
-            newest_snapshot: newest.as_ref().map(newest_snapshot),
+            newest_snapshot: newest.as_ref().map(to_newest_snapshot),
             snapshot_problem: problem,
             exposed_seconds: self.live.as_ref().map(|live| unsaved_seconds(live, newest.as_ref(), self.now)),
-            newer_snapshot: newer.as_ref().map(newer_resource),
-            unrestored_snapshot: self.unrestored.as_deref().map(unrestored_snapshot),
+            newer_snapshot: newer.as_ref().map(to_newer_snapshot),
+            unrestored_snapshot: self.unrestored.as_deref().map(to_unrestored_snapshot),
         }
     }
 }
 
-fn newest_snapshot(newest: &NewestSnapshot) -> wire::NewestSnapshot {
+fn to_newest_snapshot(newest: &NewestSnapshot) -> wire::NewestSnapshot {
     let source = if newest.key.is_some() { SnapshotSource::Store } else { SnapshotSource::Reported };
     wire::NewestSnapshot {
         taken_at: newest.taken_at.into(),
@@ -131,12 +131,12 @@ fn newest_snapshot(newest: &NewestSnapshot) -> wire::NewestSnapshot {
     }
 }
 
-fn unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
+fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
     wire::UnrestoredSnapshot { key: key.to_owned(), taken_at: key::taken_at(key).map(Into::into) }
 }
 
 /// The API's representation of a complete snapshot that is newer than the one that the pointer names.
-pub fn newer_resource(side: &SideRecord) -> wire::NewerSnapshot {
+pub fn to_newer_snapshot(side: &SideRecord) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
         taken_at: side.taken_at.into(),
         machine_id: side.machine_id.into(),
@@ -179,14 +179,14 @@ pub async fn find_newer_for_machine(
 
 const STORE_UNAVAILABLE: &str = "the object store does not respond";
 
-fn no_snapshot_in_store(reported: &NewestSnapshot) -> String {
+fn missing_snapshot_problem(reported: &NewestSnapshot) -> String {
     format!(
         "the object store has no snapshot, although a host reported one taken at {}",
         rfc3339_ms(reported.taken_at)
     )
 }
 
-fn live_server(machine: &MachineRow) -> wire::LiveServer {
+fn to_live_server(machine: &MachineRow) -> wire::LiveServer {
     wire::LiveServer {
         machine_id: machine.id.into(),
         provider_server_id: machine.provider_server_id.map(|id| id.to_string()),
@@ -194,7 +194,7 @@ fn live_server(machine: &MachineRow) -> wire::LiveServer {
     }
 }
 
-fn kept_server(row: &KeptServerRow) -> wire::KeptServer {
+fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
     let reason = if row.is_deleted { KeptReason::Deleted } else { KeptReason::Replaced };
     wire::KeptServer {
         machine_id: row.machine.into(),

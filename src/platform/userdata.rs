@@ -228,7 +228,7 @@ mod tests {
             assert!(both.contains(rule), "{rule}: {both}");
         }
         assert_eq!(both.matches("443").count(), 2, "{both}");
-        let one = rules("2001:db8::/32");
-        assert!(!one.contains("ip saddr {") && one.contains("ip6 saddr {"), "{one}");
+        let only_v6 = rules("2001:db8::/32");
+        assert!(!only_v6.contains("ip saddr {") && only_v6.contains("ip6 saddr {"), "{only_v6}");
     }
 }

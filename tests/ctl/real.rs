@@ -75,11 +75,11 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     assert_eq!(*confirmed, serde_json::json!({"monthlyCost": "10.1031 EUR", "optIn": true}), "{audit}");
     let stages =
         ["database", "bundle", "restore", "gateway", "register"].map(|stage| format!("boot: {stage}"));
-    let at: Vec<_> = stages
+    let positions: Vec<_> = stages
         .iter()
         .map(|stage| printed.find(stage).unwrap_or_else(|| panic!("{stage}: {printed}")))
         .collect();
-    assert!(at.is_sorted(), "{printed}");
+    assert!(positions.is_sorted(), "{printed}");
     assert_contains(
         &printed,
         &["create_server  done", "await_registration  succeeded", "status       running"],

@@ -151,12 +151,12 @@ async fn valid_call_of_every_route_matches_its_description() -> Result<()> {
     let chosen = setup.send(valid_call(&setup, operation("chooseAccount"))).await;
     assert_eq!(chosen.status, 303, "{chosen:?}");
     let hand_over = format!("{}?state=s", operation("handOverSession").path);
-    let handed = setup.send(setup.known(operation("handOverSession"), &hand_over)).await;
-    assert_eq!(handed.status, 302, "{handed:?}");
+    let issued = setup.send(setup.known(operation("handOverSession"), &hand_over)).await;
+    assert_eq!(issued.status, 302, "{issued:?}");
     let take =
-        handed.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE}")).unwrap().to_owned();
-    let taken = setup.send(setup.known(operation("takeSession"), &take)).await;
-    assert_eq!(taken.status, 302, "{taken:?}");
+        issued.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE}")).unwrap().to_owned();
+    let redeemed = setup.send(setup.known(operation("takeSession"), &take)).await;
+    assert_eq!(redeemed.status, 302, "{redeemed:?}");
     Ok(())
 }
 

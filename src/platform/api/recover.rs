@@ -210,7 +210,7 @@ async fn recover(
         let new = db::machines::get(tx, created.machine).await?;
         let new = new.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
         let recovered = RecoveredMachine {
-            newer_snapshot: plan.newer.as_ref().map(copies::newer_resource),
+            newer_snapshot: plan.newer.as_ref().map(copies::to_newer_snapshot),
             ..body(machine.id, &new, created.operation)
         };
         let reply = Reply::new(StatusCode::ACCEPTED, recovered);

@@ -214,13 +214,13 @@ impl MachineRow {
     }
 
     fn state(&self) -> State {
-        let held = self.state_in_slot();
+        let state_in_slot = self.state_in_slot();
         if self.deleted_at.is_some() {
-            State::Deleted { was: Box::new(held) }
+            State::Deleted { was: Box::new(state_in_slot) }
         } else if self.retired_at.is_some() {
-            State::Retired { was: Box::new(held) }
+            State::Retired { was: Box::new(state_in_slot) }
         } else {
-            held
+            state_in_slot
         }
     }
 
