@@ -93,7 +93,7 @@ impl Seal {
     }
 
     /// Seals with the current key, and opens with either key.
-    pub fn of(keys: &PlatformKeys) -> Self {
+    pub fn from_keys(keys: &PlatformKeys) -> Self {
         Self { previous: keys.previous.as_ref().map(derive_sealing_key), ..Self::new(&keys.current) }
     }
 

@@ -24,7 +24,7 @@ impl KeyId {
     /// Length of a fingerprint's text.
     pub const CHARS: usize = 2 * ID_BYTES;
 
-    pub fn of(key: &SecretSlice<u8>) -> Self {
+    pub fn from_key(key: &SecretSlice<u8>) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, key.expose_secret());
         let mac = hmac::sign(&key, b"svc platform key id");
         Self(hex::encode(&mac.as_ref()[..ID_BYTES]))
