@@ -180,7 +180,7 @@ async fn missing_certificate_is_named_before_and_after_verification() {
 
     process.kill();
     process = installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]);
-    let warned = "CUSTOMER_VPS_TLS_VERIFY is on, and machines have no trusted certificate";
+    let warned = "CUSTOMER_VPS_TLS_VERIFY is on, but machines have no trusted certificate";
     assert!(stack.log().contains(warned), "{}", stack.log());
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(reasons(&fleet), json!(["certificate_missing"]));

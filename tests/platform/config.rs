@@ -74,8 +74,7 @@ async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
         (1, &json!("configuration"), &json!("warning"))
     );
     let (what, next) = (found[0]["what"].as_str().unwrap(), found[0]["next"].as_str().unwrap());
-    let named =
-        "HOST_DOMAIN (hosts.example.com) is of the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
+    let named = "HOST_DOMAIN (hosts.example.com) belongs to the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
     assert!(what.starts_with(named) && next.contains("certificates.md"), "{found:?}");
     drop(stack.start_platform_with(&with("hosts.example.com")));
     assert!(stack.log().contains(named), "{}", stack.log());

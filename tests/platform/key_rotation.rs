@@ -110,7 +110,7 @@ async fn app_key_signs_only_after_every_router_has_it() {
     let settings = settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
     let config = PlatformConfig::read(Env::from_pairs(settings)).expect("valid settings");
     let db = svc::platform::db::Db::new(&config.database, 4).unwrap();
-    let seal = svc::platform::keys::Seal::of(&config.keys);
+    let seal = svc::platform::keys::Seal::from_keys(&config.keys);
     let signing_key = |overlap: u64| {
         let (db, seal) = (&db, &seal);
         async move {

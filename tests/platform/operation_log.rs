@@ -58,7 +58,7 @@ async fn month_of_retries_leaves_a_bounded_log() {
     assert_eq!((details[0], details[199]), (Some("failure 100"), Some("failure 299")));
     assert!(kept.lines.iter().all(|line| line.repeated_at.is_none()));
 
-    let age = operations::step_age(&session, id, "last_backup").await.unwrap();
+    let age = operations::load_step_age(&session, id, "last_backup").await.unwrap();
     assert!(age > Duration::from_secs(29 * 86_400), "{age:?}");
     session
         .batch_execute("SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off")

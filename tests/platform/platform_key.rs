@@ -16,7 +16,7 @@ use secrecy::SecretSlice;
 use serde_json::{Value, json};
 use svc::machine::id::MachineId;
 use svc::platform::key_change::mark;
-use svc::platform::keys::{Seal, SealedWith};
+use svc::platform::keys::{OpeningKey, Seal};
 use svc::platform::platform_key::KeyId;
 use svc::platform::tokens::{Generation, Purpose, TokenMint};
 use svc::store::key::SlotPrefix;
@@ -99,13 +99,13 @@ async fn are_all_sealed_with(client: &Client, byte: u8) -> bool {
     load_sealed_keys(client)
         .await
         .iter()
-        .all(|(kid, sealed)| seal.sealed_with(kid, sealed) == SealedWith::Current)
+        .all(|(kid, sealed)| seal.find_opening_key(kid, sealed) == OpeningKey::Current)
 }
 
 /// Whether only the new key is still needed.
 async fn is_new_key_sole(client: &Client) -> bool {
     let sql = "SELECT count(*) FROM platform_keys WHERE key_id = $1 AND sole_since IS NOT NULL";
-    let row = client.query_one(sql, &[&KeyId::of(&key(NEW)).as_str()]).await.unwrap();
+    let row = client.query_one(sql, &[&KeyId::from_key(&key(NEW)).as_str()]).await.unwrap();
     row.get::<_, i64>(0) == 1
 }
 
@@ -121,7 +121,7 @@ fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
 async fn find_running_process(stack: &Stack, byte: u8) -> String {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT process_id::text FROM platform_processes WHERE key_id = $1";
-    client.query_one(sql, &[&KeyId::of(&key(byte)).as_str()]).await.unwrap().get(0)
+    client.query_one(sql, &[&KeyId::from_key(&key(byte)).as_str()]).await.unwrap().get(0)
 }
 
 async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
@@ -354,7 +354,7 @@ async fn server_restored_with_its_settings_is_refused() {
     stop(start_process(&stack, NEW, None, &[])).await;
 
     assert!(copy.restore(&client).await.unwrap());
-    let (old_id, new_id) = (KeyId::of(&key(OLD)), KeyId::of(&key(NEW)));
+    let (old_id, new_id) = (KeyId::from_key(&key(OLD)), KeyId::from_key(&key(NEW)));
     let printed = assert_refused(&stack, OLD, None).await;
     assert!(printed.contains(new_id.as_str()) && printed.contains("as PLATFORM_KEY_PREVIOUS"), "{printed}");
     assert!(assert_refused(&stack, OLD, Some(NEW + 1)).await.contains(new_id.as_str()));
@@ -383,7 +383,7 @@ async fn process_with_outdated_key_stops_once_the_store_responds() {
     assert!(!ended.expect("the process must exit").success());
     let mark = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
     let mark: Value = serde_json::from_slice(&mark).unwrap();
-    assert_eq!(mark["keyId"], KeyId::of(&key(NEW)).as_str(), "the mark is not overwritten");
+    assert_eq!(mark["keyId"], KeyId::from_key(&key(NEW)).as_str(), "the mark is not overwritten");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -22,8 +22,8 @@ use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rates::ApiRates;
-use svc::platform::route_freshness::Freshness;
-use svc::platform::router::{self, RouterContext, UserMarks};
+use svc::platform::route_freshness::RouteFreshness;
+use svc::platform::router::{self, RouterContext, UserDigests};
 use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
@@ -98,14 +98,14 @@ impl Process {
         let config = config(&database.url());
         let view = StoreConnection { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
-        let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
+        let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
         let routes = RouterContext {
             pool: database.db.pool().clone(),
             database: config.database.clone(),
             config: config.routing.clone(),
             trust: config.trust.clone(),
             proof: database.keys.clone(),
-            marks: UserMarks::new(&config.keys.current, None),
+            user_digests: UserDigests::new(&config.keys.current, None),
             freshness: freshness.clone(),
             stop: switch.token(),
         };

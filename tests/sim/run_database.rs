@@ -40,7 +40,7 @@ impl RunDatabase {
         let config: PlatformConfig = process::config(&database.url());
         let db = Db::new(&config.database, 16)?;
         let (_, keys) = watch::channel(Arc::new(
-            keys::load(&db, &Seal::of(&config.keys), config.timing.keys.overlap).await?,
+            keys::load(&db, &Seal::from_keys(&config.keys), config.timing.keys.overlap).await?,
         ));
         // Deleting the rows of a few runs is faster than truncating files.
         let copy = TablesCopy::new(&client).await?;

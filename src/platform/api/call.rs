@@ -109,7 +109,7 @@ impl ApiCall {
         let claim = tokens::parse_claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
-        match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
+        match machine.upgrade_token.check_token(token, claim, &platform.mint, Timestamp::now()) {
             TokenStatus::Refused => {
                 drop(session);
                 refused_hosts::report_rejected_token(platform, &machine, token, claim).await;

@@ -64,7 +64,7 @@ async fn delete(
     let session = platform.db.session().await?;
     let not_found = || problems::machine_not_found(&id.to_string());
     let unlocked = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
-    let copies = copies::of_slot(&session, &unlocked, &platform.config.timing).await?;
+    let copies = copies::load_copies(&session, &unlocked, &platform.config.timing).await?;
     // No session is held during requests to the store.
     drop(session);
     let copies = copies.with_snapshot(&platform.bucket).await;

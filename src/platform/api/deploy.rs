@@ -133,7 +133,7 @@ async fn create_rollout(
             db::lock(tx, "rollouts").await?;
             let id = insert_rollout(tx, request).await?;
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
-            let rollout = json!(resource::rollout::with_machines(tx, &row).await?);
+            let rollout = json!(resource::rollout::load_with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
             // The rollout keeps the list of machines. In the audit, a large fleet's list would take a megabyte.
             let mut after = rollout;
@@ -173,7 +173,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
     }
     let to_usize = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
     let batches =
-        rollout_plan::batches(reachable.len(), to_usize(request.canary), to_usize(request.batch_size));
+        rollout_plan::assign_batches(reachable.len(), to_usize(request.canary), to_usize(request.batch_size));
     let machines: Vec<_> = reachable.iter().map(|(id, _)| *id).zip(batches).collect();
     let to_i32 = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
     let new = NewRollout {
@@ -214,7 +214,7 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.query_fields().finish(Some(()))?;
     let session = platform.db.session().await?;
     let rollouts = rollouts::list_newest(&session, MAX_LISTED_ROLLOUTS).await?;
-    let rollouts = resource::rollout::summaries(&session, &rollouts).await?;
+    let rollouts = resource::rollout::load_summaries(&session, &rollouts).await?;
     Ok(Json(RolloutList { rollouts }).into_response())
 }
 
@@ -228,7 +228,7 @@ pub async fn show(
     let id: RolloutId = path_id("rolloutId", &id)?;
     let session = platform.db.session().await?;
     let found = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
-    Ok(Json(resource::rollout::with_machines(&session, &found).await?).into_response())
+    Ok(Json(resource::rollout::load_with_machines(&session, &found).await?).into_response())
 }
 
 /// An operator's command to a rollout.
@@ -288,7 +288,7 @@ async fn execute_command(
                 rollouts::reset_verification(tx, id).await?;
             }
             let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
-            let reply = Reply::new(StatusCode::OK, resource::rollout::with_machines(tx, &after).await?);
+            let reply = Reply::new(StatusCode::OK, resource::rollout::load_with_machines(tx, &after).await?);
             if next == before.state {
                 return Ok(Effect::unchanged(reply));
             }

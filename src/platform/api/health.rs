@@ -28,7 +28,7 @@ pub async fn live() -> Response {
 }
 
 pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
-    let routes = platform.routes.routes();
+    let routes = platform.routes.state();
     let ok = routes.are_served() && !platform.stop.is_cancelled();
     let age = platform.routes.age().map(|age| age.as_secs());
     respond(ok, json!({"status": status_text(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))

@@ -86,7 +86,7 @@ pub async fn handle(
     // Do not use this process's cache: another process may already sign with a key that the cache lacks.
     let session = platform.host_db.session().await?;
     let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
-    let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
+    let desired = if superseded { None } else { db::rollouts::find_desired_release(&session, id).await? };
     drop(session);
     let (desired_image_version, desired_request_id) = match desired {
         Some(desired) => (desired.image_version, Some(desired.request_id)),
@@ -121,7 +121,7 @@ async fn issue_next_token(
         }
         status => (host.machine.upgrade_token.clone(), status),
     };
-    let offer = current.offer(id, status, &platform.mint, timing, Timestamp::now());
+    let offer = current.next_offer(id, status, &platform.mint, timing, Timestamp::now());
     match offer.filter(|_| host.machine.registered_at.is_some()) {
         None => Ok(None),
         Some(TokenOffer::Stored(token)) => Ok(Some(token)),
@@ -151,7 +151,7 @@ async fn advance_token(
     let tx = db::begin(&mut session).await?;
     let overlap = platform.config.timing.tokens.overlap;
     upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
-    let after = before.clone().advanced(generation, host.hash.clone(), overlap, Timestamp::now());
+    let after = before.clone().advance(generation, host.hash.clone(), overlap, Timestamp::now());
     let change = AuditChange {
         action: "token.taken_up",
         target: id.to_string(),

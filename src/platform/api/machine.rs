@@ -52,8 +52,8 @@ async fn read_machine(platform: &Platform, id: MachineId) -> Result<StoredMachin
     let tx = db::begin_snapshot(&mut session).await?;
     let machine = db::machines::get(&tx, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
-    let operations = resource::operation::of_machine(&tx, id).await?;
-    let copies = copies::of_slot(&tx, &machine, &platform.config.timing).await?;
+    let operations = resource::operation::load_for_machine(&tx, id).await?;
+    let copies = copies::load_copies(&tx, &machine, &platform.config.timing).await?;
     db::commit(tx).await?;
     Ok(StoredMachine { machine, operations, copies })
 }

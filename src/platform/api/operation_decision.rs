@@ -140,7 +140,7 @@ async fn apply_decision(
             Decision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
         }
         let now = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
-        let reply = Reply::new(StatusCode::OK, resource::operation::with_log(tx, &now).await?);
+        let reply = Reply::new(StatusCode::OK, resource::operation::load_with_log(tx, &now).await?);
         let change = AuditChange {
             action: decision.action(),
             target: id.to_string(),
@@ -255,7 +255,7 @@ async fn abandon_operation(
         }
         // The operation ends after it has switched its server on again.
         OperationKind::Resize => {
-            return Ok(db::operations::skip_to(tx, operation.id, Step::PowerOn.as_str()).await?);
+            return Ok(db::operations::skip_to_step(tx, operation.id, Step::PowerOn.as_str()).await?);
         }
         OperationKind::RemoveServer => machine_changes::record_removal_abandoned(tx, machine.id).await?,
         OperationKind::Delete

@@ -23,7 +23,7 @@ use crate::db;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequest};
-use crate::server_cost::{self, Places};
+use crate::server_cost::{self, ServerLocations};
 use axum::routing::post;
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
@@ -236,8 +236,8 @@ async fn check_confirmation(
         return Ok(());
     }
     let fallback = request.locations.fallback_for(platform, location);
-    let places = Places { location, fallback: &fallback };
-    confirmation.check_cost(&server_cost::read(platform, server_type, places).await?)
+    let places = ServerLocations { location, fallback: &fallback };
+    confirmation.check_cost(&server_cost::read_cost(platform, server_type, places).await?)
 }
 
 /// Finds the release with which the slot's next machine starts.
@@ -269,7 +269,7 @@ async fn create_machine(
         image_version: plan.image_version,
         bundle_sha256: plan.bundle_sha256,
         https_port: config.hosts.https_port,
-        lives_for: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
+        preview_ttl: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
     };
     let restore = plan.restore;
@@ -337,7 +337,7 @@ pub async fn check_admission(
             }
         }
     }
-    let owner = db::slots::handle_owner(client, &request.handle).await?;
+    let owner = db::slots::find_handle_owner(client, &request.handle).await?;
     if owner.is_some_and(|owner| owner != request.user.as_str()) {
         return Err(handle_taken(&request.handle));
     }

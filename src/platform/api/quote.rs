@@ -16,7 +16,7 @@ use super::endpoint::{Access, Endpoint, OPERATE, OPERATOR, documented_json};
 use super::provision::{self, ProvisionRequest};
 use super::server_quota;
 use crate::context::Platform;
-use crate::server_cost::{self, Places};
+use crate::server_cost::{self, ServerLocations};
 use crate::{db, exercises};
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, schema_of};
@@ -44,11 +44,11 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
     if orders_server {
         image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
-        let places = Places { location: &request.location, fallback: &fallback };
-        let quoted = server_cost::quote(platform, &request.server_type, places).await;
+        let places = ServerLocations { location: &request.location, fallback: &fallback };
+        let quoted = server_cost::read_quoted_cost(platform, &request.server_type, places).await;
         cost = if needs_cost_confirmation { Some(quoted?) } else { quoted.ok() };
         let count = async { Ok(server_quota::count_listed(platform).await?) };
-        listed = Some(platform.quotes.servers(count).await?);
+        listed = Some(platform.quotes.get_servers(count).await?);
     }
     let session = platform.db.session().await?;
     let servers = match (listed, &existing) {

@@ -131,7 +131,7 @@ async fn prepare_plan(
     restorable::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepted).await?;
     let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let newer = match &initial.side {
-        Some(side) => copies::newer_than(&platform.bucket, machine, &side.named()).await,
+        Some(side) => copies::find_newer_for_machine(&platform.bucket, machine, &side.named()).await,
         None => None,
     };
     let (restore, snapshot) = (initial.restore, initial.key);
@@ -193,7 +193,7 @@ async fn recover(
             image_version: plan.image_version,
             bundle_sha256: plan.bundle_sha256,
             https_port: platform.config.hosts.https_port,
-            lives_for: preview_ttl(platform, &machine),
+            preview_ttl: preview_ttl(platform, &machine),
             restore_snapshot: plan.snapshot,
         };
         let event = Event::RecoverRequested { restore: plan.restore };
@@ -211,7 +211,7 @@ async fn recover(
         let new = db::machines::get(tx, created.machine).await?;
         let new = new.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
         let recovered = RecoveredMachine {
-            newer_snapshot: plan.newer.as_ref().map(copies::newer_resource),
+            newer_snapshot: plan.newer.as_ref().map(copies::to_newer_snapshot),
             ..response_body(machine.id, &new, created.operation)
         };
         let reply = Reply::new(StatusCode::ACCEPTED, recovered);

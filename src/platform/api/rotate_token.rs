@@ -81,7 +81,7 @@ async fn handle_fleet(State(platform): State<Arc<Platform>>, request: Request) -
     let mutation = Mutation::from_call(&call, &operator)?;
     let outcome = mutation
         .run(&platform, async |tx| {
-            let rotations = TokenRotations { requested: upgrade_token::request_all(tx).await? };
+            let rotations = TokenRotations { requested: upgrade_token::request_all_rotations(tx).await? };
             let reply = Reply::new(StatusCode::OK, rotations);
             let target = "fleet".to_owned();
             let after = Some(json!(rotations));

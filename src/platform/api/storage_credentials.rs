@@ -45,12 +45,13 @@ pub async fn handle(
     } else {
         return Err(Problem::new(Code::Superseded, "Another machine has replaced this one."));
     };
-    let access = platform.host_store.access(&machine, grant).await.map_err(|error| {
+    let access = platform.host_store.grant_access(&machine, grant).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %chain(&error), "cannot issue storage credentials");
         svc_store::problem::unavailable()
     })?;
-    let credentials =
-        access.wire().ok_or_else(|| Problem::new(Code::Disabled, "The store does not use credentials."))?;
+    let credentials = access
+        .to_response()
+        .ok_or_else(|| Problem::new(Code::Disabled, "The store does not use credentials."))?;
     let mut response = Json(credentials).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)

@@ -188,7 +188,7 @@ async fn build_order(
     keys: &ProofKeys,
 ) -> Result<ServerOrder, StepError> {
     let config = &platform.config;
-    let store = platform.host_store.access(machine, SessionGrant::Working).await;
+    let store = platform.host_store.grant_access(machine, SessionGrant::Working).await;
     let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
         .map_err(|error| StepError::permanent("cannot render user-data", error))?;

@@ -48,7 +48,8 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
 async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
     let session = leased.platform.db.session().await?;
-    let kept_at = db::operations::last_failure_time(&session, machine.id, later_holder::BEHIND_STORE).await?;
+    let kept_at =
+        db::operations::find_last_failure_time(&session, machine.id, later_holder::BEHIND_STORE).await?;
     Ok(kept_at.is_some_and(|kept_at| kept_at < ordered_at))
 }
 
@@ -56,7 +57,7 @@ async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow
 pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = leased.platform;
     let session = platform.db.session().await?;
-    if db::leases::has_ended_lease(&session, machine.id, leased.operation.id).await? {
+    if db::leases::has_other_machine_lease(&session, machine.id, leased.operation.id).await? {
         return Ok(false);
     }
     // Read again: the previous lease holder may have recorded a server.

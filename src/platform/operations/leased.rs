@@ -174,13 +174,13 @@ impl LeasedOperation<'_> {
     /// Age of the operation, by the database's clock.
     pub async fn age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
-        db::operations::age(&session, self.operation.id).await
+        db::operations::load_age(&session, self.operation.id).await
     }
 
     /// Time since the first start of the current step, by the database's clock.
     pub async fn step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
-        db::operations::step_age(&session, self.operation.id, &self.operation.step).await
+        db::operations::load_step_age(&session, self.operation.id, &self.operation.step).await
     }
 
     /// Ends the operation, and applies the event to its machine.

@@ -1,7 +1,7 @@
 //! The value of a session cookie: a random id, signed with the key for app tokens.
 //!
-//! The signature grants no access: that takes a row of `sessions`. It only proves that a router issued the value, so that
-//! a forged one is rejected without a query.
+//! The signature grants no access: access requires a row of `sessions`. The signature only proves that a router issued
+//! the value, so that a forged value is rejected without a query.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ use super::session::{SessionError, random_token};
 use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
 
-/// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on it, too.
+/// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on this prefix, too.
 const PREFIX: &str = "svcs_";
 const ISSUER: &str = "svc-session";
 const MAX_TOKEN_BYTES: usize = 512;
@@ -48,16 +48,16 @@ mod tests {
         let token = mint(&own, PublicHost::App).unwrap();
         assert!(token.len() < MAX_TOKEN_BYTES);
         assert!(is_genuine(&keys, PublicHost::App, &token));
-        assert!(!is_genuine(&keys, PublicHost::Code, &token), "another host's");
+        assert!(!is_genuine(&keys, PublicHost::Code, &token), "for another host");
         assert!(
             !is_genuine(&keys, PublicHost::App, &mint(&other, PublicHost::App).unwrap()),
-            "another key's"
+            "signed with another key"
         );
         let app_token =
             own.sign_json(&serde_json::json!({ "iss": "svc-app-token", "jti": "x", "host": "app" }));
         assert!(!is_genuine(&keys, PublicHost::App, &format!("{PREFIX}{app_token}")), "another purpose");
-        for invented in ["", "x", &"A".repeat(43), &token[..token.len() - 2], &"A".repeat(9999)] {
-            assert!(!is_genuine(&keys, PublicHost::App, invented), "{invented}");
+        for forged in ["", "x", &"A".repeat(43), &token[..token.len() - 2], &"A".repeat(9999)] {
+            assert!(!is_genuine(&keys, PublicHost::App, forged), "{forged}");
         }
     }
 }

@@ -42,7 +42,7 @@ impl HeartbeatReport {
             last_backup: sent.last_backup.as_ref().map(|report| json!(report)),
             last_update: sent.last_update.as_ref().map(|report| json!(report)),
             checks: sent.checks.as_ref().map(|report| json!(report)),
-            updating: sent.updating,
+            is_updating: sent.updating,
             attention: json!(sent.attention),
             backup_taken_at: self.backup_taken_at,
             proof_kids: &sent.proof_kids,
