@@ -67,7 +67,7 @@ impl ApiClient {
     pub fn new(base: Url, secret: &SecretString, call: Duration) -> anyhow::Result<Self> {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
-        let client = client::build(Deadlines { whole: Some(call), idle: call, ..Deadlines::CALL })?;
+        let client = client::build(Deadlines { total: Some(call), idle: call, ..Deadlines::CALL })?;
         Ok(Self { client, base, bearer, call })
     }
 
@@ -112,7 +112,7 @@ impl ApiClient {
     /// [`CallError::Unreachable`].
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
-        let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
+        let response = request_id::attach(request).send().await.map_err(|error| self.failed(error))?;
         let status = response.status();
         Ok((status, response.text().await.map_err(|error| self.failed(error))?))
     }
@@ -125,7 +125,7 @@ impl ApiClient {
         if from > 0 {
             request = request.header(header::RANGE, format!("bytes={from}-"));
         }
-        let sent = request_id::onward(request).send().await;
+        let sent = request_id::attach(request).send().await;
         let response = sent.map_err(|error| unreachable(problem::chain(&error.without_url())))?;
         let expected = if from > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
         match response.status() {
@@ -217,7 +217,7 @@ impl ApiClient {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
+        let response = request_id::attach(request).send().await.map_err(|error| self.failed(error))?;
         let (status, pause) = (response.status(), retry_after(&response));
         let text = response.text().await.map_err(|error| self.failed(error))?;
         let what = format!("{method} {}", url.path());

@@ -34,5 +34,5 @@ fn client(listen: &Listen) -> anyhow::Result<(reqwest::Client, &'static str)> {
     let Some(files) = &listen.tls else { return Ok((client::build(Deadlines::CALL)?, "http")) };
     let pin = Identity::read(&files.cert, &files.key)?.pin()?;
     let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
-    Ok((client::with_tls(Deadlines::CALL, config)?, "https"))
+    Ok((client::build_with_tls(Deadlines::CALL, config)?, "https"))
 }

@@ -22,7 +22,7 @@ const MAX_ATTEMPTS: u32 = 3;
 const DEADLINE: Duration = Duration::from_secs(8);
 const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
-    whole: Some(Duration::from_secs(5)),
+    total: Some(Duration::from_secs(5)),
     idle: Duration::from_secs(5),
 };
 

@@ -50,7 +50,7 @@ impl Stack {
         store.create_bucket(BUCKET);
         publish(&store, "v1");
         let provider = Simulator::start(provider(logs.path())).await.expect("a provider");
-        let patient = Deadlines { whole: Some(Duration::from_secs(70)), ..Deadlines::CALL };
+        let patient = Deadlines { total: Some(Duration::from_secs(70)), ..Deadlines::CALL };
         let patient = Deadlines { idle: Duration::from_secs(70), ..patient };
         let client = client::build(patient).expect("a client");
         Self { database, store, provider, client, logs }

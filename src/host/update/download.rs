@@ -171,7 +171,7 @@ impl Download<'_> {
             request =
                 request.header(header::RANGE, format!("bytes={}-", self.at)).header(header::IF_RANGE, etag);
         }
-        let response = request_id::onward(request).send().await;
+        let response = request_id::attach(request).send().await;
         let response = response
             .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {

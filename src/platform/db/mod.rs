@@ -267,7 +267,7 @@ async fn with_addresses(config: &Config) -> Result<Config, resolve::ResolveError
     }
     for host in config.get_hosts().to_vec() {
         if let Host::Tcp(name) = host {
-            let found = resolve::addresses(&name).await?;
+            let found = resolve::lookup_addresses(&name).await?;
             config.hostaddr(found[0]);
         }
     }
