@@ -143,7 +143,8 @@ impl StsSessions {
     fn outage_policy(&self, bucket: &str, slot: &SlotPrefix, epoch: Epoch) -> String {
         let from = Timestamp::now();
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
-        let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
+        let window =
+            policy::SessionWindow { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
         policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.writes)
     }
 
@@ -177,7 +178,7 @@ impl StsSessions {
         policy: &str,
         life: Duration,
     ) -> Result<TemporaryCredentials, StsError> {
-        match self.sts.assume(session, policy, life).await {
+        match self.sts.assume_role(session, policy, life).await {
             Err(StsError::Refused { code, message, .. })
                 if life > COMMON_MAX_TTL && code == "ValidationError" =>
             {
@@ -186,7 +187,7 @@ impl StsSessions {
                     seconds = life.as_secs(),
                     "STS does not grant sessions of STS_DURATION_SECONDS"
                 );
-                self.sts.assume(session, policy, COMMON_MAX_TTL).await
+                self.sts.assume_role(session, policy, COMMON_MAX_TTL).await
             }
             end => end,
         }
@@ -240,7 +241,7 @@ impl HostStore {
     pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
-        Some(assumer.sts.assume("svc-doctor", &policy, WORKING_SESSION_TTL).await)
+        Some(assumer.sts.assume_role("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
     /// Requests an outage session like [`Self::try_session`]; `None` if hosts get none.
@@ -250,7 +251,7 @@ impl HostStore {
             return None;
         }
         let policy = assumer.outage_policy(&s3.bucket, &Self::probe_slot(), Epoch(1));
-        Some(assumer.sts.assume("svc-doctor", &policy, assumer.outage_ttl).await)
+        Some(assumer.sts.assume_role("svc-doctor", &policy, assumer.outage_ttl).await)
     }
 
     /// The store access of a machine's host.

@@ -1,4 +1,4 @@
-//! HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several requests, and
+//! An HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several requests, and
 //! the store bills each.
 
 use std::time::Instant;
@@ -48,14 +48,14 @@ fn outcome(status: Option<StatusCode>) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::write_once::tests::request;
+    use crate::write_once::tests::empty_request;
 
     #[test]
     fn lists_keys_matches_only_listings() {
         let listing = "http://store/b?list-type=2&prefix=user_1%2F";
-        assert!(lists_keys(&request(Method::GET, listing)));
-        assert!(!lists_keys(&request(Method::GET, "http://store/b/user_1/primary/system/db/latest")));
-        assert!(!lists_keys(&request(Method::POST, "http://store/b/x?uploads")));
+        assert!(lists_keys(&empty_request(Method::GET, listing)));
+        assert!(!lists_keys(&empty_request(Method::GET, "http://store/b/user_1/primary/system/db/latest")));
+        assert!(!lists_keys(&empty_request(Method::POST, "http://store/b/x?uploads")));
     }
 
     #[test]

@@ -148,7 +148,7 @@ impl Host {
             write_pointer_unchecked(&bucket, &slot, &named(&side)).await?;
             return Ok("moved the pointer too soon");
         }
-        let recorded = snapshot::record(&bucket, &slot, &side, etag).await?;
+        let recorded = snapshot::write_side_record(&bucket, &slot, &side, etag).await?;
         rows.saved(&self.prefix(), dump.rows);
         if stops_after == Some(2) {
             return Ok("broke off after the side record");

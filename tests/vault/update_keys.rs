@@ -150,7 +150,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         ("a key that never signed", &[&old][..], set(6, &[&new]), "has signed it"),
         ("of a stranger", &[&new][..], set(6, &[&old, &new]), "none of the keys that are trusted here"),
         ("no key", &[&old][..], set(6, &[]), "has no key"),
-        ("a sequence in use", &[&old][..], set(5, &[&old, &new]), "use a higher one"),
+        ("a sequence in use", &[&old][..], set(5, &[&old, &new]), "use a higher sequence"),
         ("a mistyped sequence", &[&old][..], set(4_000_000_000, &[&old, &new]), "at most 1005"),
     ] {
         publish(&stage, release(NEW)?, signers, keys)?;

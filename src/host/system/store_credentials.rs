@@ -139,7 +139,7 @@ impl RenewingCredentials {
         first: &TemporaryCredentials,
     ) -> anyhow::Result<Self> {
         let client = client::build(Deadlines::CALL)?;
-        let first = ActiveSession::new(first.signing(), first.expires_at, DEFAULT_SESSION_TTL);
+        let first = ActiveSession::new(first.to_aws_credential(), first.expires_at, DEFAULT_SESSION_TTL);
         let state = SourceState { active: first, not_before: Timestamp::MIN, is_withdrawn: false };
         let during_outage = DuringOutage::Wait;
         Ok(Self { during_outage, machine, platform, client, file, state: Mutex::new(state) })

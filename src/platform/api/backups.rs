@@ -61,7 +61,7 @@ pub async fn handle(
         let latest = pointer.and_then(|pointer| pointer.value.snapshot);
         let page = if only_latest {
             let record = match &latest {
-                Some(latest) => snapshots::one(&platform.bucket, &slot, &latest.key).await?,
+                Some(latest) => snapshots::read_record(&platform.bucket, &slot, &latest.key).await?,
                 None => None,
             };
             Page { records: record.into_iter().collect(), next: None }
@@ -69,7 +69,7 @@ pub async fn handle(
             let taken_at = latest.as_ref().map(|latest| latest.taken_at);
             let window =
                 PageWindow { before: before.as_ref().map(SnapshotCursor::as_str), latest: taken_at, limit };
-            snapshots::page(&platform.bucket, &slot, window).await?
+            snapshots::list_page(&platform.bucket, &slot, window).await?
         };
         Ok::<_, Problem>((latest, page))
     };

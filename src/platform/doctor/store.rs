@@ -13,7 +13,7 @@ use crate::host_store::HostStore;
 use svc_base::chain::chain;
 use svc_base::diagnosis::Findings;
 use svc_store::bucket::{Bucket, StoreError};
-use svc_store::capabilities::{self, Need, Probed, Support};
+use svc_store::capabilities::{self, Need, ProbeResult, Support};
 use svc_store::config::StoreConfig;
 use svc_store::parallel_probe::{self, PREFIX, RUN_PREFIX};
 use svc_store::policy::SnapshotWrites;
@@ -43,7 +43,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         }
         Err(error) => return findings.problem(chain(&error), ADVICE),
     };
-    let report = |findings, probed: &Probed| report(findings, probed, &config.store);
+    let report = |findings, probed: &ProbeResult| report(findings, probed, &config.store);
     let findings = conditions.iter().fold(findings, report);
     if !findings.is_empty() {
         return findings;
@@ -87,8 +87,8 @@ async fn remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error
         .await
 }
 
-fn report(findings: Findings, probed: &Probed, store: &StoreConfig) -> Findings {
-    let Probed { capability, support } = probed;
+fn report(findings: Findings, probed: &ProbeResult, store: &StoreConfig) -> Findings {
+    let ProbeResult { capability, support } = probed;
     match (support, capability.need) {
         (Support::Yes, _) | (_, Need::Unused) => findings,
         (Support::No(instead), Need::Required) => {
@@ -129,7 +129,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
         Setting::On => findings,
         Setting::Off => findings.warning(
             "the bucket has no versioning: an object that is overwritten or deleted is gone",
-            protection::enable_versioning(s3),
+            protection::versioning_command(s3),
         ),
         Setting::Unknown(status) => {
             return findings.skipped(format!("the store does not report its versioning ({status})"));
@@ -139,7 +139,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
         Setting::On => findings.or_ok("the bucket has versioning and object lock"),
         Setting::Off => findings.warning(
             "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
-            protection::enable_object_lock(s3),
+            protection::object_lock_command(s3),
         ),
         Setting::Unknown(_) => {
             findings.or_ok("the bucket has versioning; the store does not support object lock")
@@ -241,7 +241,8 @@ mod tests {
 
     #[test]
     fn only_a_directory_is_excused_from_what_servers_are_tested_for() {
-        let probed = Probed::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
+        let probed =
+            ProbeResult::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
         let store = |url| {
             let pairs =
                 [("OBJECT_STORE_URL", url), ("AWS_ACCESS_KEY_ID", "k"), ("AWS_SECRET_ACCESS_KEY", "s")];

@@ -201,7 +201,7 @@ async fn keys(
             Err(SnapshotUnusable::Store(error)) => Err(error.into()),
         };
     }
-    let all = snapshots::keys(&settings.bucket, &settings.slot).await?;
+    let all = snapshots::list_keys(&settings.bucket, &settings.slot).await?;
     read_times.read_at.retain(|key, _| all.contains(key));
     let mut taken: Vec<(String, Timestamp)> = all
         .into_iter()
@@ -223,7 +223,7 @@ enum ReadFailure {
 }
 
 async fn read_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, ReadFailure> {
-    let side = snapshot::by_key(&settings.bucket, &settings.slot, key).await;
+    let side = snapshot::load(&settings.bucket, &settings.slot, key).await;
     let side = side.map_err(|unusable| match unusable {
         SnapshotUnusable::Store(error) => ReadFailure::Unknown(error.into()),
         error => ReadFailure::Damaged(error.to_string()),
