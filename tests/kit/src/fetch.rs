@@ -98,7 +98,9 @@ pub fn unzip(archive: &Path, into: &Path, should_unpack: impl Fn(&str) -> bool) 
         if !should_unpack(&name) {
             continue;
         }
-        let Some(relative) = entry.enclosed_name() else { bail!("{name} would be unpacked outside the directory") };
+        let Some(relative) = entry.enclosed_name() else {
+            bail!("{name} would be unpacked outside the directory")
+        };
         let path = into.join(relative);
         if entry.is_dir() {
             fs::create_dir_all(&path)?;

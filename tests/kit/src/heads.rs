@@ -86,7 +86,10 @@ pub fn settled_memory(pid: u32) -> Result<u64> {
 
 fn resident_bytes(pid: u32) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("/proc/PID/status has no VmRSS")?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .context("/proc/PID/status has no VmRSS")?;
     let kib = line.split_whitespace().next().context("VmRSS has no value")?;
     Ok(kib.parse::<u64>()? * 1024)
 }

@@ -37,7 +37,10 @@ impl ModelStub {
         let deadline = Instant::now() + START_TIMEOUT;
         while !port_file.exists() {
             ensure!(process.status().is_none(), "the stub of the model API exited during start-up");
-            ensure!(Instant::now() < deadline, "the stub of the model API did not start within {START_TIMEOUT:?}");
+            ensure!(
+                Instant::now() < deadline,
+                "the stub of the model API did not start within {START_TIMEOUT:?}"
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         let port = fs::read_to_string(&port_file)?.trim().parse().context("read the stub's port")?;

@@ -26,7 +26,10 @@ pub struct Root {
 
 impl Root {
     pub fn unpack() -> Result<Self> {
-        ensure!(nix::unistd::geteuid().is_root(), "installing packages in a Debian root directory requires the root user");
+        ensure!(
+            nix::unistd::geteuid().is_root(),
+            "installing packages in a Debian root directory requires the root user"
+        );
         let archive = build_archive()?;
         let dir = tempfile::Builder::new().prefix("svc-root-").tempdir()?;
         child::remove_on_exit(dir.path());
@@ -63,7 +66,8 @@ impl Root {
         let mut command = self.command(user, args);
         command.current_dir("/");
         let args: Vec<_> = args.iter().map(|arg| arg.as_ref().to_string_lossy().into_owned()).collect();
-        child::run(command, RUN_TIMEOUT).with_context(|| format!("run in the Debian root: {}", args.join(" ")))
+        child::run(command, RUN_TIMEOUT)
+            .with_context(|| format!("run in the Debian root: {}", args.join(" ")))
     }
 
     /// Starts a command inside the root, with its output in `log`.

@@ -70,7 +70,8 @@ fn write_pages_and_completions(program: &Path, name: &str, stage: &Path) -> Resu
     }
     for entry in fs::read_dir(pages.path())? {
         let page = entry?.path();
-        let section = page.extension().and_then(|section| section.to_str()).context("a manual page has no section")?;
+        let section =
+            page.extension().and_then(|section| section.to_str()).context("a manual page has no section")?;
         let target = stage.join(format!("usr/share/man/man{section}"));
         fs::create_dir_all(&target)?;
         fs::copy(&page, target.join(page.file_name().context("a manual page has no name")?))?;
@@ -132,8 +133,11 @@ fn gzip(content: &[u8], to: &Path) -> Result<()> {
 }
 
 fn write_control(stage: &Path, version: &str) -> Result<()> {
-    let size: u64 =
-        list_files(stage)?.iter().filter_map(|path| path.symlink_metadata().ok()).map(|meta| meta.len()).sum();
+    let size: u64 = list_files(stage)?
+        .iter()
+        .filter_map(|path| path.symlink_metadata().ok())
+        .map(|meta| meta.len())
+        .sum();
     let path = stage.join("DEBIAN/control");
     let text = fs::read_to_string(&path).context("read DEBIAN/control")?;
     let text = text
