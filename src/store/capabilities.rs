@@ -164,11 +164,11 @@ pub async fn probe_further(config: &StoreConfig, bucket: &Bucket) -> Vec<ProbeRe
         StoreConfig::Directory(_) => None,
     };
     let probes: Vec<(Capability, BoxFuture<'_, Support>)> = vec![
-        (CURRENT_READS, settle(objects::probe_current_reads(bucket)).boxed()),
-        (CURRENT_LISTS, settle(objects::probe_current_lists(bucket)).boxed()),
-        (RANGES, settle(objects::probe_ranges(bucket)).boxed()),
-        (UPLOADS, settle(uploads::probe_visibility(bucket)).boxed()),
-        (UPLOAD_ONCE, settle(uploads::probe_upload_once(bucket)).boxed()),
+        (CURRENT_READS, determine_support(objects::probe_current_reads(bucket)).boxed()),
+        (CURRENT_LISTS, determine_support(objects::probe_current_lists(bucket)).boxed()),
+        (RANGES, determine_support(objects::probe_ranges(bucket)).boxed()),
+        (UPLOADS, determine_support(uploads::probe_visibility(bucket)).boxed()),
+        (UPLOAD_ONCE, determine_support(uploads::probe_upload_once(bucket)).boxed()),
         (CHECKSUMS, wire::probe_checksums(s3).boxed()),
         (SIGNATURES, wire::probe_signatures(s3).boxed()),
     ];
@@ -184,8 +184,11 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
         Err(error) => return vec![ProbeResult::new(CREATE_ONCE, Support::Unknown(format!("{error:#}")))],
     };
     let mut found = vec![
-        ProbeResult::new(CREATE_ONCE, settle(objects::probe_create_once(&bucket)).await),
-        ProbeResult::new(REPLACE_READ_VERSION, settle(objects::probe_replace_read_version(&bucket)).await),
+        ProbeResult::new(CREATE_ONCE, determine_support(objects::probe_create_once(&bucket)).await),
+        ProbeResult::new(
+            REPLACE_READ_VERSION,
+            determine_support(objects::probe_replace_read_version(&bucket)).await,
+        ),
     ];
     let (create, replace) = match parallel_probe::run_rounds(&bucket, races.rounds, races.timeout).await {
         Ok(findings) => (exactness_support(findings.create), exactness_support(findings.replace)),
@@ -223,7 +226,7 @@ fn to_support(instead: Option<String>) -> Support {
     instead.map_or(Support::Yes, Support::No)
 }
 
-async fn settle(probe: impl Future<Output = Outcome>) -> Support {
+async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
     probe.await.map_or_else(|error| Support::Unknown(chain(&error)), to_support)
 }
 

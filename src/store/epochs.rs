@@ -21,7 +21,7 @@ const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the pointer is unreadable, so that its fence is unknown, or if its snapshot's epoch is
 /// implausible. Unreadable metadata is ignored: its machine's fence was written before it.
-pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
+pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
     let bound = known.max_plausible();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
@@ -124,7 +124,7 @@ mod tests {
 
     #[tokio::test]
     async fn floor_of_an_empty_slot_is_none() {
-        assert_eq!(floor(&bucket(), &slot(), Epoch::NONE).await.unwrap(), Epoch::NONE);
+        assert_eq!(read_floor(&bucket(), &slot(), Epoch::NONE).await.unwrap(), Epoch::NONE);
     }
 
     #[tokio::test]
@@ -138,7 +138,11 @@ mod tests {
             bucket.put_json(&slot().vps_meta(), &vps_meta(meta)).await.unwrap();
             put_side_record(&bucket, &name(key)).await;
             put_side_record(&bucket, &name(1)).await;
-            assert_eq!(floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(9), "{fence} {meta} {key}");
+            assert_eq!(
+                read_floor(&bucket, &slot(), Epoch::NONE).await.unwrap(),
+                Epoch(9),
+                "{fence} {meta} {key}"
+            );
         }
     }
 
@@ -149,13 +153,13 @@ mod tests {
         put_side_record(&bucket, "odd.dump.json").await;
         bucket.put(&slot().vps_meta(), &b"torn"[..]).await.unwrap();
         put_side_record(&bucket, "2026-01-02T03-04-05.678Z-2.dump.json").await;
-        assert_eq!(floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(2));
+        assert_eq!(read_floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(2));
     }
 
     #[tokio::test]
     async fn floor_fails_if_the_pointer_is_unreadable() {
         let bucket = bucket();
         bucket.put(&slot().pointer(), &b"torn"[..]).await.unwrap();
-        assert!(matches!(floor(&bucket, &slot(), Epoch::NONE).await, Err(StoreError::Corrupt { .. })));
+        assert!(matches!(read_floor(&bucket, &slot(), Epoch::NONE).await, Err(StoreError::Corrupt { .. })));
     }
 }

@@ -33,7 +33,7 @@ impl LenientStore {
     }
 
     /// The number of names listed so far.
-    pub(crate) fn listed(&self) -> usize {
+    pub(crate) fn listed_count(&self) -> usize {
         self.listed.load(Ordering::Relaxed)
     }
 

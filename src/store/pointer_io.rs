@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::SlotPrefix;
 use super::pointer::{self, Fence, Fenced, Pointer};
-use super::pointer_log::newest_entry;
+use super::pointer_log::find_newest_entry;
 use super::recorded::RecordedSnapshot;
 use svc_machine::epoch::MAX_EPOCH;
 
@@ -78,7 +78,7 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
         check_format(&slot.pointer(), &latest.value)?;
     }
     let from = latest.as_ref().map_or(0, |latest| latest.value.seq);
-    let top = newest_entry(bucket, slot, from).await?;
+    let top = find_newest_entry(bucket, slot, from).await?;
     let Some(latest) = latest else {
         let Some((seq, _)) = top else { return Ok(None) };
         return Ok(Some(PointerRead { value: read_entry(bucket, slot, seq).await?, latest: None }));

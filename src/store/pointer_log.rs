@@ -25,7 +25,7 @@ const MAX_SKIPPED: usize = 100_000;
 type LogEntry = (u64, ObjectMeta);
 
 /// Finds the highest plausible log entry, starting at `from`.
-pub(super) async fn newest_entry(
+pub(super) async fn find_newest_entry(
     bucket: &Bucket,
     slot: &SlotPrefix,
     from: u64,
@@ -170,8 +170,8 @@ mod tests {
             self.bucket.put(key, "{}").await.unwrap();
         }
 
-        async fn newest(&self, from: u64) -> Option<u64> {
-            newest_entry(&self.bucket, &self.slot, from).await.unwrap().map(|(seq, _)| seq)
+        async fn find_newest(&self, from: u64) -> Option<u64> {
+            find_newest_entry(&self.bucket, &self.slot, from).await.unwrap().map(|(seq, _)| seq)
         }
     }
 
@@ -179,25 +179,25 @@ mod tests {
     async fn newest_entry_finds_the_last_from_any_start() {
         let log = Log::with_entries(7..=3000).await;
         for from in [0, 1, 7, 8, 2000, 2937, 2999, 3000] {
-            assert_eq!(log.newest(from).await, Some(3000), "{from}");
+            assert_eq!(log.find_newest(from).await, Some(3000), "{from}");
         }
-        assert_eq!(log.newest(3001).await, None);
-        assert_eq!(Log::with_entries([]).await.newest(0).await, None);
+        assert_eq!(log.find_newest(3001).await, None);
+        assert_eq!(Log::with_entries([]).await.find_newest(0).await, None);
     }
 
     #[tokio::test]
     async fn newest_entry_finds_the_last_beyond_gaps() {
         let log = Log::with_entries((1..=500).chain(900..=1200).chain([1202, 1300])).await;
         for from in [0, 1, 400, 500, 501, 1200, 1300] {
-            assert_eq!(log.newest(from).await, Some(1300), "{from}");
+            assert_eq!(log.find_newest(from).await, Some(1300), "{from}");
         }
     }
 
     #[tokio::test]
     async fn newest_entry_ignores_implausible_entries() {
         let log = Log::with_entries([5, 6, 7 + MAX_SEQ_AHEAD]).await;
-        assert_eq!(log.newest(6).await, Some(6));
-        assert_eq!(log.newest(7).await, Some(7 + MAX_SEQ_AHEAD));
+        assert_eq!(log.find_newest(6).await, Some(6));
+        assert_eq!(log.find_newest(7).await, Some(7 + MAX_SEQ_AHEAD));
     }
 
     #[tokio::test]
@@ -208,7 +208,7 @@ mod tests {
         {
             let (clear, skipped) = find_clear_seq(&log.bucket, &log.slot, seq).await.unwrap();
             assert_eq!((clear, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
-            assert_eq!(log.newest(clear).await, None, "{seq}");
+            assert_eq!(log.find_newest(clear).await, None, "{seq}");
         }
         // `far` was outside the reader's range above, and is inside now.
         let (clear, _) = find_clear_seq(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
@@ -228,17 +228,17 @@ mod tests {
             log.put(&folder.clone().join(format!("0000000000000010.json{n:07}"))).await;
         }
         for from in [0, 1, 9, 10] {
-            let before = log.store.listed();
-            assert_eq!(log.newest(from).await, Some(10), "{from}");
-            let listed = log.store.listed() - before;
+            let before = log.store.listed_count();
+            assert_eq!(log.find_newest(from).await, Some(10), "{from}");
+            let listed = log.store.listed_count() - before;
             assert!(listed <= 2 * MAX_LISTED, "{from}: {listed}");
         }
-        assert_eq!(log.newest(11).await, None);
+        assert_eq!(log.find_newest(11).await, None);
         for seq in 11..=200 {
             log.put(&log.slot.pointer_entry(seq)).await;
         }
         for from in [0, 1, 10, 11, 200] {
-            assert_eq!(log.newest(from).await, Some(200), "{from}");
+            assert_eq!(log.find_newest(from).await, Some(200), "{from}");
         }
     }
 }

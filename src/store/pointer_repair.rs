@@ -283,7 +283,7 @@ async fn find_newest_complete(
 
 /// Reads the `seq` and value of the last log entry. If the entry is unreadable, the value is that of `latest`.
 async fn read_top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
-    let Some((seq, _)) = pointer_log::newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
+    let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     let value = match try_read(bucket, slot, seq).await? {
         // The entry was not written by the protocol: `latest` still has the fence.
         None => try_read_latest(bucket, slot).await?,

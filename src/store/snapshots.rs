@@ -274,7 +274,7 @@ mod tests {
         (bucket, slot, store, keys)
     }
 
-    async fn newest(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) -> Vec<String> {
+    async fn list_newest(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) -> Vec<String> {
         list_newest_keys(bucket, slot, &window, window.limit).await.unwrap()
     }
 
@@ -282,15 +282,15 @@ mod tests {
     async fn page_lists_only_keys_near_its_range() {
         let (bucket, slot, store, keys) = hourly_snapshots(SignedDuration::from_mins(5)).await;
         let first = PageWindow { before: None, latest: None, limit: 51 };
-        assert_eq!(newest(&bucket, &slot, first).await, keys[..51]);
-        assert!(store.listed() < 120, "{} names", store.listed());
+        assert_eq!(list_newest(&bucket, &slot, first).await, keys[..51]);
+        assert!(store.listed_count() < 120, "{} names", store.listed_count());
         // A page that ends at a key in the middle.
-        let before = store.listed();
+        let before = store.listed_count();
         let next = PageWindow { before: Some(&keys[999]), latest: None, limit: 51 };
-        assert_eq!(newest(&bucket, &slot, next).await, keys[1000..1051]);
-        assert!(store.listed() - before < 120, "{} names", store.listed() - before);
+        assert_eq!(list_newest(&bucket, &slot, next).await, keys[1000..1051]);
+        assert!(store.listed_count() - before < 120, "{} names", store.listed_count() - before);
         let last = PageWindow { before: Some(&keys[1979]), latest: None, limit: 51 };
-        assert_eq!(newest(&bucket, &slot, last).await, keys[1980..]);
+        assert_eq!(list_newest(&bucket, &slot, last).await, keys[1980..]);
     }
 
     #[tokio::test]
@@ -299,10 +299,10 @@ mod tests {
         let (bucket, slot, store, keys) = hourly_snapshots(age).await;
         let latest = Some(key::taken_at(&keys[0]).unwrap());
         let window = PageWindow { before: None, latest, limit: 51 };
-        assert_eq!(newest(&bucket, &slot, window).await, keys[..51]);
-        assert!(store.listed() < 120, "{} names", store.listed());
+        assert_eq!(list_newest(&bucket, &slot, window).await, keys[..51]);
+        assert!(store.listed_count() < 120, "{} names", store.listed_count());
         let unknown = PageWindow { latest: None, ..window };
-        assert_eq!(newest(&bucket, &slot, unknown).await, keys[..51]);
+        assert_eq!(list_newest(&bucket, &slot, unknown).await, keys[..51]);
     }
 
     #[tokio::test]
@@ -313,7 +313,7 @@ mod tests {
             bucket.put(&slot.side_record(&key).unwrap(), "{}").await.unwrap();
         }
         let all = PageWindow { before: None, latest: None, limit: 3000 };
-        let found = newest(&bucket, &slot, all).await;
+        let found = list_newest(&bucket, &slot, all).await;
         assert_eq!(found.len(), usize::try_from(TOTAL).unwrap() + 2);
         assert_eq!(
             (&*found[0], &*found[found.len() - 1]),
@@ -321,7 +321,7 @@ mod tests {
         );
         // Keys without a time also work as cursors.
         let page_below = async |before: &str| {
-            newest(&bucket, &slot, PageWindow { before: Some(before), latest: None, limit: 5 }).await
+            list_newest(&bucket, &slot, PageWindow { before: Some(before), latest: None, limit: 5 }).await
         };
         assert_eq!(page_below("system/db/snapshots/0.dump").await, Vec::<String>::new());
         assert_eq!(page_below("system/db/snapshots/0.dump~").await, ["system/db/snapshots/0.dump"]);

@@ -143,7 +143,7 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let host = host.restart()?;
     assert_eq!(presented(&host, &name, Some(&pebble.roots())).await?, issued);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
 }
 
@@ -196,8 +196,8 @@ async fn another_authority_issues_another_certificate() -> Result<()> {
     let is_of_second = async || Ok(presented(&host, &name, Some(&second.roots())).await.is_ok());
     host.until("the second authority's certificate is presented", is_of_second).await?;
     assert_ne!(presented(&host, &name, None).await?, of_first);
-    assert_eq!((second.issued(), &report(&host.machine)["error"]), (1, &Value::Null));
-    assert_eq!(first.issued(), 1);
+    assert_eq!((second.issued_count(), &report(&host.machine)["error"]), (1, &Value::Null));
+    assert_eq!(first.issued_count(), 1);
     Ok(())
 }
 
@@ -216,12 +216,12 @@ async fn certificate_that_cannot_be_stored_is_presented_and_not_ordered_again() 
     assert!(seen["error"].as_str().unwrap_or_default().contains("cannot be stored"), "{seen}");
     presented(&host, &name, Some(&pebble.roots())).await?;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     std::fs::remove_dir_all(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     until_reported(&host, "it is stored", |seen| seen["error"].is_null()).await?;
     let host = host.restart()?;
     presented(&host, &name, Some(&pebble.roots())).await?;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
 }
 
@@ -307,7 +307,7 @@ async fn lost_account_is_replaced() -> Result<()> {
     let delivered = settings(&name, &after.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = host.restart()?;
-    host.until("the other authority issues one", async || Ok(after.issued() == 1)).await?;
+    host.until("the other authority issues one", async || Ok(after.issued_count() == 1)).await?;
     let replaced = async || Ok(presented(&host, &name, Some(&after.roots())).await.is_ok());
     host.until("its certificate is presented", replaced).await?;
     Ok(())
@@ -328,7 +328,7 @@ async fn deactivated_account_is_replaced() -> Result<()> {
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = host.restart()?;
-    host.until("another account gets a certificate", async || Ok(pebble.issued() == 2)).await?;
+    host.until("another account gets a certificate", async || Ok(pebble.issued_count() == 2)).await?;
     let replaced: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
     assert_ne!(replaced["credentials"]["id"], stored["credentials"]["id"]);
     Ok(())

@@ -93,7 +93,11 @@ pub(super) struct ResponseBody {
 
 impl ResponseBody {
     /// The body of a response to a request that has been sent completely.
-    pub(super) fn driving(body: Incoming, pool: Arc<Pool>, upstream: Box<UpstreamConnection>) -> Body {
+    pub(super) fn with_connection(
+        body: Incoming,
+        pool: Arc<Pool>,
+        upstream: Box<UpstreamConnection>,
+    ) -> Body {
         let mut response = Self { body, upstream: Some(upstream), pool, closed: None };
         if response.body.is_end_stream() {
             response.release();
@@ -103,7 +107,11 @@ impl ResponseBody {
     }
 
     /// The body of a response to a request that is still being sent; a task drives the connection.
-    pub(super) fn detached(body: Incoming, pool: Arc<Pool>, upstream: Box<UpstreamConnection>) -> Body {
+    pub(super) fn with_detached_connection(
+        body: Incoming,
+        pool: Arc<Pool>,
+        upstream: Box<UpstreamConnection>,
+    ) -> Body {
         let closed = pool.closed.clone();
         tokio::spawn(async move {
             let UpstreamConnection { sender: _sender, connection, permit: _permit } = *upstream;
@@ -114,11 +122,11 @@ impl ResponseBody {
                 }
             }
         });
-        Self::undriven(body, pool)
+        Self::without_connection(body, pool)
     }
 
     /// The body of a response whose connection is driven elsewhere.
-    pub(super) fn undriven(body: Incoming, pool: Arc<Pool>) -> Body {
+    pub(super) fn without_connection(body: Incoming, pool: Arc<Pool>) -> Body {
         if body.is_end_stream() {
             return Body::empty();
         }

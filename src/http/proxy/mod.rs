@@ -215,9 +215,9 @@ impl<'a> Exchange<'a> {
         }
         let body = if self.upload.as_ref().is_some_and(|upload| !upload.is_done()) {
             // The response began before the request was sent completely, so a separate task drives the connection.
-            ResponseBody::detached(body, Arc::clone(self.pool), upstream)
+            ResponseBody::with_detached_connection(body, Arc::clone(self.pool), upstream)
         } else {
-            ResponseBody::driving(body, Arc::clone(self.pool), upstream)
+            ResponseBody::with_connection(body, Arc::clone(self.pool), upstream)
         };
         Ok(to_response(parts, body))
     }
@@ -256,7 +256,7 @@ impl<'a> Exchange<'a> {
             }
             _ => {
                 let (parts, body) = response.into_parts();
-                Ok(to_response(parts, ResponseBody::undriven(body, Arc::clone(self.pool))))
+                Ok(to_response(parts, ResponseBody::without_connection(body, Arc::clone(self.pool))))
             }
         }
     }

@@ -44,21 +44,24 @@ fn verify_accepts_a_manifest_signed_by_openssl() {
 #[test]
 fn verify_refuses_each_defect_with_its_own_error() {
     let trusted = keys(KEY);
-    fn refused(manifest: &str, signature: &str, trusted: &TrustedKeys) -> ManifestError {
+    fn expect_refusal(manifest: &str, signature: &str, trusted: &TrustedKeys) -> ManifestError {
         check(manifest, signature, trusted).unwrap_err()
     }
-    assert_eq!(refused(MANIFEST, SIGNATURE, &TrustedKeys::default()), ManifestError::NoKeys);
+    assert_eq!(expect_refusal(MANIFEST, SIGNATURE, &TrustedKeys::default()), ManifestError::NoKeys);
     let ids = vec!["9a7121682c555618".to_owned()];
-    assert_eq!(refused(MANIFEST, OTHER_SIGNATURE, &trusted), ManifestError::UnknownKey { ids });
+    assert_eq!(expect_refusal(MANIFEST, OTHER_SIGNATURE, &trusted), ManifestError::UnknownKey { ids });
     let wrong = ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() };
-    assert_eq!(refused(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted), wrong);
+    assert_eq!(
+        expect_refusal(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted),
+        wrong
+    );
     // A valid signature does not make up for an invalid one by another trusted key.
     let swapped = format!("{SIGNATURE}{}", OTHER_SIGNATURE.replace("ZnjW", "znjW"));
-    let error = refused(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
+    let error = expect_refusal(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
     assert_eq!(error, ManifestError::WrongSignature { id: "9a7121682c555618".to_owned() });
     for malformed in ["", "\n", "614c4b637b092e93", "614c4b637b092e93 AAAA\n", &SIGNATURE.to_uppercase()] {
         assert_eq!(
-            refused(MANIFEST, malformed, &trusted),
+            expect_refusal(MANIFEST, malformed, &trusted),
             ManifestError::MalformedSignature,
             "{malformed:?}"
         );

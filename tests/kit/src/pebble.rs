@@ -165,7 +165,7 @@ impl Pebble {
     }
 
     /// The number of certificates issued so far.
-    pub fn issued(&self) -> usize {
+    pub fn issued_count(&self) -> usize {
         self.log().matches("Issued certificate serial").count()
     }
 

@@ -34,7 +34,7 @@ impl Root {
         let dir = tempfile::Builder::new().prefix("svc-root-").tempdir()?;
         child::remove_on_exit(dir.path());
         let mut tar = Command::new("tar");
-        // Device nodes are left out for safety; /dev is bind-mounted later.
+        // Device nodes are omitted for safety; /dev is bind-mounted later.
         tar.args(["--extract", "--numeric-owner", "--exclude=./dev/*", "--file"]).arg(archive);
         tar.arg("--directory").arg(dir.path());
         child::run(tar, BUILD_TIMEOUT)?;

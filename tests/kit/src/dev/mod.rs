@@ -38,11 +38,11 @@ pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()>
     println!("dev: starting platform, router, provider, store, database, identity provider");
     let mut stack = tokio::select! {
         started = Stack::start(svc, dir.path(), RouterTransport::Plain) => started?.0,
-        () = stop.received() => return Ok(()),
+        () = stop.wait_for_signal() => return Ok(()),
     };
     let result = tokio::select! {
         result = provision_and_wait(&mut stack, &lock, svc, bundle, started) => result,
-        () = stop.received() => Ok(()),
+        () = stop.wait_for_signal() => Ok(()),
     };
     if result.is_err() {
         stack.print_logs();
@@ -109,7 +109,7 @@ impl StopSignals {
         Ok(Self([interrupt?, terminate?, hangup?]))
     }
 
-    async fn received(&mut self) {
+    async fn wait_for_signal(&mut self) {
         let [interrupt, terminate, hangup] = &mut self.0;
         tokio::select! {
             _ = interrupt.recv() => {}
