@@ -90,7 +90,7 @@ impl Platform {
         Ok(self
             .service
             .sts
-            .assume("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
+            .assume_role("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
             .await?)
     }
 
