@@ -67,7 +67,7 @@ impl ApiClient {
     pub fn new(base: Url, secret: &SecretString, timeout: Duration) -> anyhow::Result<Self> {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
-        let client = client::build(Deadlines { whole: Some(timeout), idle: timeout, ..Deadlines::CALL })?;
+        let client = client::build(Deadlines { total: Some(timeout), idle: timeout, ..Deadlines::CALL })?;
         Ok(Self { client, base, bearer, timeout })
     }
 
@@ -113,7 +113,7 @@ impl ApiClient {
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         let response =
-            request_id::onward(request).send().await.map_err(|error| self.no_response_error(error))?;
+            request_id::attach(request).send().await.map_err(|error| self.no_response_error(error))?;
         let status = response.status();
         Ok((status, response.text().await.map_err(|error| self.no_response_error(error))?))
     }
@@ -126,7 +126,7 @@ impl ApiClient {
         if from > 0 {
             request = request.header(header::RANGE, format!("bytes={from}-"));
         }
-        let sent = request_id::onward(request).send().await;
+        let sent = request_id::attach(request).send().await;
         let response = sent.map_err(|error| unreachable(problem::chain(&error.without_url())))?;
         let expected = if from > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
         match response.status() {
@@ -219,7 +219,7 @@ impl ApiClient {
             request = request.json(body);
         }
         let response =
-            request_id::onward(request).send().await.map_err(|error| self.no_response_error(error))?;
+            request_id::attach(request).send().await.map_err(|error| self.no_response_error(error))?;
         let (status, pause) = (response.status(), retry_after(&response));
         let text = response.text().await.map_err(|error| self.no_response_error(error))?;
         let what = format!("{method} {}", url.path());

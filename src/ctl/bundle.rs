@@ -30,7 +30,7 @@ use svc_base::config::Env;
 use svc_base::quantity::format_bytes;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest, digest_line, parse_digest};
+use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest_line, parse_digest, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
 const CHUNK: usize = 256 * 1024;
@@ -190,7 +190,7 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
     for (version, published) in digests {
         let Some((key, size_bytes)) = archives.remove(&version) else { continue };
         let Ok(name) = version.parse::<ImageVersion>() else { continue };
-        let Some(sha256) = digest(bucket, &name).await? else { continue };
+        let Some(sha256) = read_digest(bucket, &name).await? else { continue };
         let published_at = Timestamp::from_second(published.timestamp()).unwrap_or_default();
         bundles.push(PublishedBundle { image_version: version, key, size_bytes, sha256, published_at });
     }
@@ -223,7 +223,7 @@ async fn publish_for(
     check_digest(&archive, &found, &stated)?;
     let context = BundleContext { version, sha256: &stated, size_bytes, keys };
     let companions = Companions::read(dir, &context).await?;
-    let outcome = match digest(bucket, version).await? {
+    let outcome = match read_digest(bucket, version).await? {
         // If two processes publish concurrently, the archive may be the other process's.
         Some(stored) if stored == stated && is_whole(bucket, size_bytes, version).await? => {
             PublishOutcome::AlreadyPublished
@@ -289,7 +289,7 @@ async fn publish_digest(bucket: &Bucket, stated: &str, version: &ImageVersion) -
     match bucket.put_if(&key, digest_line(stated), Condition::Absent).await {
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
-        Err(StoreError::Precondition { .. }) => match digest(bucket, version).await? {
+        Err(StoreError::Precondition { .. }) => match read_digest(bucket, version).await? {
             Some(stored) if stored == stated => Ok(()),
             _ => Err(PublishError::Raced { version: version.clone() }),
         },
@@ -409,7 +409,7 @@ mod tests {
         let archive = bucket.head(&key::bundle(&version, "")).await.unwrap().unwrap();
         assert_eq!(archive.size, 12 << 20);
         assert!(bucket.head(&key::bundle(&version, ".json")).await.unwrap().is_some());
-        assert!(digest(&bucket, &version).await.unwrap().is_some());
+        assert!(read_digest(&bucket, &version).await.unwrap().is_some());
     }
 
     fn key() -> SigningKey {
@@ -444,7 +444,7 @@ mod tests {
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
         let publish = async || publish_for(&bucket, dir.path(), &version, Some(&keys)).await;
         let ends = async || {
-            let signed = bundle::signed(&bucket, &version).await.unwrap().unwrap();
+            let signed = bundle::read_signed_manifest(&bucket, &version).await.unwrap().unwrap();
             let verified = bundle::verify(&signed, &keys, &version, Timestamp::now()).unwrap();
             verified.manifest().expires_at.to_string()
         };

@@ -143,7 +143,8 @@ impl SessionIssuer {
     fn outage_policy(&self, bucket: &str, slot: &SlotPrefix, epoch: Epoch) -> String {
         let from = Timestamp::now();
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
-        let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
+        let window =
+            policy::SessionWindow { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
         policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.writes)
     }
 
@@ -181,7 +182,7 @@ impl SessionIssuer {
         policy: &str,
         ttl: Duration,
     ) -> Result<TemporaryCredentials, StsError> {
-        match self.sts.assume(session, policy, ttl).await {
+        match self.sts.assume_role(session, policy, ttl).await {
             Err(StsError::Refused { code, message, .. })
                 if ttl > COMMON_MAX_TTL && code == "ValidationError" =>
             {
@@ -190,7 +191,7 @@ impl SessionIssuer {
                     seconds = ttl.as_secs(),
                     "STS does not grant sessions of STS_DURATION_SECONDS"
                 );
-                self.sts.assume(session, policy, COMMON_MAX_TTL).await
+                self.sts.assume_role(session, policy, COMMON_MAX_TTL).await
             }
             result => result,
         }
@@ -244,7 +245,7 @@ impl HostStore {
     pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &Self::probe_slot(), issuer.writes);
-        Some(issuer.sts.assume("svc-doctor", &policy, WORKING_SESSION_TTL).await)
+        Some(issuer.sts.assume_role("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
     /// Requests an outage session for an unused slot; `None` if hosts get no outage sessions.
@@ -254,7 +255,7 @@ impl HostStore {
             return None;
         }
         let policy = issuer.outage_policy(&s3.bucket, &Self::probe_slot(), Epoch(1));
-        Some(issuer.sts.assume("svc-doctor", &policy, issuer.outage_ttl).await)
+        Some(issuer.sts.assume_role("svc-doctor", &policy, issuer.outage_ttl).await)
     }
 
     /// Grants a machine's host its access to the store.

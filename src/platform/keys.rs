@@ -214,7 +214,7 @@ pub async fn generate(
     let pkcs8 = Signer::generate()?;
     let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
     let sealed = seal.seal(&kid, &pkcs8)?;
-    let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed, age: Duration::ZERO };
+    let key = db::keys::StoredKey { kid, public_key: signer.public_key().x, sealed, age: Duration::ZERO };
     db::keys::insert(tx, purpose, &key).await?;
     Ok(key)
 }
@@ -229,7 +229,7 @@ fn open_all(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Sig
 }
 
 fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
-    ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
+    ProofKeys { keys: signers.iter().map(|signer| signer.public_key()).collect() }
 }
 
 /// Whether two views contain the same keys and sign with the same keys.

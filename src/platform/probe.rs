@@ -35,5 +35,5 @@ fn build_client(listener: &ListenerConfig) -> anyhow::Result<(reqwest::Client, &
     let Some(files) = &listener.tls else { return Ok((client::build(Deadlines::CALL)?, "http")) };
     let pin = Identity::read(&files.cert, &files.key)?.pin()?;
     let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
-    Ok((client::with_tls(Deadlines::CALL, config)?, "https"))
+    Ok((client::build_with_tls(Deadlines::CALL, config)?, "https"))
 }

@@ -12,7 +12,7 @@ use crate::operators::Operator;
 use crate::tokens;
 use crate::vars;
 use svc_base::config::Env;
-use svc_http::addresses::network;
+use svc_http::addresses::client_network;
 use svc_http::networks::Networks;
 use svc_http::problem::{Code, Problem};
 use svc_http::rate::RateLimit;
@@ -90,7 +90,7 @@ impl ApiRates {
     /// # Errors
     /// `rate_limited`.
     pub fn admit_check(&self, client: Option<IpAddr>, token: &str) -> Result<(), Problem> {
-        let Some(address) = client.filter(|address| !self.trusted_proxies.contain(*address)) else {
+        let Some(address) = client.filter(|address| !self.trusted_proxies.contains(*address)) else {
             return Ok(());
         };
         let hash = tokens::hash(token);
@@ -98,7 +98,7 @@ impl ApiRates {
             return Ok(());
         }
         self.addresses
-            .check(&network(address))
+            .check(&client_network(address))
             .map_err(|wait| rate_limited("Too many unverified tokens came from this address.", wait))
     }
 

@@ -18,7 +18,7 @@ use svc_http::client::{self, Deadlines};
 
 pub const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(5),
-    whole: Some(Duration::from_secs(20)),
+    total: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(10),
 };
 /// Maximum size of a response body that an operator's command reads.
@@ -74,7 +74,7 @@ impl HostResponse {
 impl HostClient {
     pub fn over_socket(socket: &Path) -> anyhow::Result<Self> {
         let base = Url::parse("http://gateway/")?;
-        let client = client::over_socket(TIMEOUTS, socket)?;
+        let client = client::build_for_socket(TIMEOUTS, socket)?;
         Ok(Self { client, base, credential: Credential::None, max_body_bytes: MAX_BODY_BYTES })
     }
 

@@ -147,7 +147,7 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let host = host.restart()?;
     assert_eq!(presented_certificate(&host, &name, Some(&pebble.roots())).await?, issued);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
 }
 
@@ -202,8 +202,8 @@ async fn another_authority_issues_another_certificate() -> Result<()> {
         async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
     host.wait_until("the second authority's certificate is presented", is_from_second).await?;
     assert_ne!(presented_certificate(&host, &name, None).await?, from_first);
-    assert_eq!((second.issued(), &read_report(&host.machine)["error"]), (1, &Value::Null));
-    assert_eq!(first.issued(), 1);
+    assert_eq!((second.issued_count(), &read_report(&host.machine)["error"]), (1, &Value::Null));
+    assert_eq!(first.issued_count(), 1);
     Ok(())
 }
 
@@ -223,12 +223,12 @@ async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<(
     assert!(seen["error"].as_str().unwrap_or_default().contains("cannot be stored"), "{seen}");
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     std::fs::remove_dir_all(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     wait_until_reported(&host, "the certificate is stored", |seen| seen["error"].is_null()).await?;
     let host = host.restart()?;
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
 }
 
@@ -316,7 +316,7 @@ async fn lost_account_is_replaced() -> Result<()> {
     let delivered = tls_settings(&name, &after.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = host.restart()?;
-    host.wait_until("the other authority issues a certificate", async || Ok(after.issued() == 1)).await?;
+    host.wait_until("the other authority issues a certificate", async || Ok(after.issued_count() == 1)).await?;
     let replaced = async || Ok(presented_certificate(&host, &name, Some(&after.roots())).await.is_ok());
     host.wait_until("its certificate is presented", replaced).await?;
     Ok(())
@@ -337,7 +337,7 @@ async fn deactivated_account_is_replaced() -> Result<()> {
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = host.restart()?;
-    host.wait_until("another account gets a certificate", async || Ok(pebble.issued() == 2)).await?;
+    host.wait_until("another account gets a certificate", async || Ok(pebble.issued_count() == 2)).await?;
     let replaced: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
     assert_ne!(replaced["credentials"]["id"], stored["credentials"]["id"]);
     Ok(())

@@ -15,7 +15,7 @@ use kit::pg::TestDatabase;
 use nix::sys::signal::Signal;
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
-use svc::http::client::{Deadlines, with_tls};
+use svc::http::client::{Deadlines, build_with_tls};
 use svc::http::proof::{Claims, ISSUER, ProofKeys, Route, Signer};
 use svc::http::tls::{ChainCheck, Identity, pinned_client_config};
 use svc::machine::id::MachineId;
@@ -56,7 +56,7 @@ impl Machine {
     pub fn new(database_url: &str) -> Result<Self> {
         let root = tempfile::tempdir()?;
         let (id, signer) = (MachineId::new(), signer("k1"));
-        let keys = ProofKeys { keys: vec![signer.public()] };
+        let keys = ProofKeys { keys: vec![signer.public_key()] };
         let pairs = [
             ("SVC_MACHINE_ID", id.to_string()),
             ("SVC_USER_ID", USER.to_owned()),
@@ -163,8 +163,8 @@ impl Machine {
         let tls =
             Identity::read(&self.path("var/lib/svc/tls/cert.pem"), &self.path("var/lib/svc/tls/key.pem"))?;
         let config = pinned_client_config(tls.pin()?, ChainCheck::PinOnly)?;
-        let deadlines = Deadlines { whole: Some(WAIT_TIMEOUT), idle: WAIT_TIMEOUT, ..Deadlines::CALL };
-        Ok(Host { client: with_tls(deadlines, config)?, machine: self, address, child })
+        let deadlines = Deadlines { total: Some(WAIT_TIMEOUT), idle: WAIT_TIMEOUT, ..Deadlines::CALL };
+        Ok(Host { client: build_with_tls(deadlines, config)?, machine: self, address, child })
     }
 }
 

@@ -246,7 +246,7 @@ async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
     };
     let with_old = async || status_with_proof(&host, &host.machine.claims(Route::Shell)).await;
     assert_eq!((with_next().await?, with_old().await?), (StatusCode::UNAUTHORIZED, StatusCode::OK));
-    let keys = ProofKeys { keys: vec![next.public()] };
+    let keys = ProofKeys { keys: vec![next.public_key()] };
     host.machine.write("var/lib/svc/proof-keys.json", &serde_json::to_string(&keys)?)?;
     host.wait_until("the new key", async || Ok(with_next().await? == StatusCode::OK)).await?;
     assert_eq!(with_old().await?, StatusCode::UNAUTHORIZED);

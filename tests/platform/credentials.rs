@@ -353,7 +353,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
         upload.complete().await
     };
     upload(b"dump").await.unwrap();
-    let recorded = snapshot::record(&bucket, &slot, &side, None).await.unwrap();
+    let recorded = snapshot::write_side_record(&bucket, &slot, &side, None).await.unwrap();
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
     assert_eq!(snapshot::latest(&bucket, &slot).await.unwrap().key, side.key);
 

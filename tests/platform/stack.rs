@@ -51,7 +51,7 @@ impl Stack {
         publish(&store, "v1");
         let provider =
             Simulator::start(provider(logs.path())).await.expect("the provider simulator must start");
-        let deadlines = Deadlines { whole: Some(Duration::from_secs(70)), ..Deadlines::CALL };
+        let deadlines = Deadlines { total: Some(Duration::from_secs(70)), ..Deadlines::CALL };
         let deadlines = Deadlines { idle: Duration::from_secs(70), ..deadlines };
         let client = client::build(deadlines).expect("a valid client configuration");
         Self { database, store, provider, client, logs }

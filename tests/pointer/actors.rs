@@ -13,7 +13,7 @@ use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
-use svc::store::recorded::Recorded;
+use svc::store::recorded::RecordedSnapshot;
 use svc::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use tokio::sync::watch;
 
@@ -133,7 +133,7 @@ pub async fn run_host(
         }
         let end = match broken_rule {
             Some(BrokenRule::Fence | BrokenRule::Order) => faulty_advance(&bucket, &side, broken_rule).await,
-            _ => match snapshot::record(&bucket, &slot(), &side, None).await {
+            _ => match snapshot::write_side_record(&bucket, &slot(), &side, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
             },
@@ -150,7 +150,11 @@ pub async fn run_host(
 }
 
 /// Performs the last step of a backup whose dump and side record are stored.
-pub async fn run_advance(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), recorded: Recorded) {
+pub async fn run_advance(
+    bucket: Bucket,
+    history: impl Fn(&mut dyn FnMut(&mut History)),
+    recorded: RecordedSnapshot,
+) {
     for _ in 0..MAX_ATTEMPTS {
         match pointer_io::advance(&bucket, &slot(), &recorded).await {
             Ok(()) => return history(&mut |history| history.record_success(&recorded.named().key)),
@@ -229,11 +233,11 @@ async fn faulty_advance(
         emptied_at: None,
     };
     if broken_rule == Some(BrokenRule::Fence) {
-        snapshot::record(bucket, &slot(), side, None).await?;
+        snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
     write(bucket, now, &next).await?;
     if broken_rule == Some(BrokenRule::Order) {
-        snapshot::record(bucket, &slot(), side, None).await?;
+        snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use kit::long::Figures;
 use svc::machine::epoch::Epoch;
-use svc::store::recorded::Recorded;
+use svc::store::recorded::RecordedSnapshot;
 use svc::store::{Bucket, snapshot};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -84,7 +84,7 @@ struct ScenarioRun {
     server: Arc<Server>,
     external: Arc<ExternalState>,
     /// The snapshots of [`Role::Advance`], by actor.
-    recorded: HashMap<usize, Recorded>,
+    recorded: HashMap<usize, RecordedSnapshot>,
     actors: Vec<JoinHandle<()>>,
     turns: mpsc::UnboundedReceiver<Turn>,
     waiting: Vec<Turn>,
@@ -113,7 +113,7 @@ fn run_scenario(scenario: &Scenario, choices: &mut dyn Choices) -> RunResult {
 }
 
 /// Stores the dump and side record of every [`Role::Advance`] before the run starts.
-async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, Recorded> {
+async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, RecordedSnapshot> {
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
         let Role::Advance { epoch } = role else { continue };
@@ -121,7 +121,7 @@ async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, Recor
         let side = actors::side_record(Epoch(*epoch), at);
         let record = async |bucket: Bucket| {
             bucket.put(&slot().snapshot(&side.key).unwrap(), &b"dump"[..]).await.unwrap();
-            recorded.insert(actor, snapshot::record(&bucket, &slot(), &side, None).await.unwrap());
+            recorded.insert(actor, snapshot::write_side_record(&bucket, &slot(), &side, None).await.unwrap());
         };
         server.prepare(record).await;
     }

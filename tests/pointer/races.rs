@@ -13,7 +13,7 @@ use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 use svc::store::pointer::{Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError};
-use svc::store::recorded::Recorded;
+use svc::store::recorded::RecordedSnapshot;
 use svc::store::{Bucket, parallel_probe, snapshot};
 
 use super::actors::{machine, side_record};
@@ -29,10 +29,10 @@ fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
 }
 
 /// A backup of the machine of `epoch`, up to its last step.
-async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<Recorded> {
+async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<RecordedSnapshot> {
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     bucket.put(&slot.snapshot(&side.key).context("a snapshot's key")?, &b"dump"[..]).await?;
-    Ok(snapshot::record(bucket, slot, &side, None).await?)
+    Ok(snapshot::write_side_record(bucket, slot, &side, None).await?)
 }
 
 /// Reads until cancelled, and returns the pointers in the observed order.

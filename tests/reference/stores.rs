@@ -6,7 +6,7 @@ use kit::stores::StoreKind;
 use svc::config::Env;
 use svc::platform::doctor;
 use svc::platform::host_store::HostCredentials;
-use svc::store::capabilities::{Need, Probed, REPLACE_IN_PARALLEL, RaceLimits, Support};
+use svc::store::capabilities::{Need, ProbeResult, REPLACE_IN_PARALLEL, RaceLimits, Support};
 use svc::store::config::StoreConfig;
 
 use super::files::File;
@@ -35,7 +35,7 @@ pub fn probe_all() -> Option<Part> {
     }
     svc::http::tls::install_provider();
     let runtime = tokio::runtime::Runtime::new().expect("start a runtime");
-    let columns: Vec<Vec<Probed>> = StoreKind::ALL.map(|kind| runtime.block_on(probe(kind))).into();
+    let columns: Vec<Vec<ProbeResult>> = StoreKind::ALL.map(|kind| runtime.block_on(probe(kind))).into();
     // Whether SeaweedFS accepts two concurrent writers depends on timing, so the page has counts instead.
     let rows = columns[0].iter().enumerate().map(|(row, first)| {
         let capability = first.capability;
@@ -52,7 +52,7 @@ pub fn probe_all() -> Option<Part> {
     Some(Part::new(NAME, table(&head, rows)))
 }
 
-async fn probe(kind: StoreKind) -> Vec<Probed> {
+async fn probe(kind: StoreKind) -> Vec<ProbeResult> {
     let dir = tempfile::tempdir().expect("a directory");
     let store = kind.start(dir.path(), BUCKET).await.expect("start a store");
     let mut pairs = store.env(BUCKET);

@@ -149,7 +149,7 @@ async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
 async fn new_proof_key_signs_after_machine_acknowledges_it() -> Result<()> {
     let (mut world, machine) = World::with_machine("user_1").await?;
     let (old, new) = (signer("old"), signer("new"));
-    world.keys.keys = vec![new.public()];
+    world.keys.keys = vec![new.public_key()];
     let public = world.keys.clone();
     let app = app_keys().1;
     world

@@ -90,7 +90,7 @@ impl World {
             defaults.iter().chain(settings).map(|(name, value)| ((*name).to_owned(), (*value).to_owned())),
         );
         let proof_signer = signer("k1");
-        let public = ProofKeys { keys: vec![proof_signer.public()] };
+        let public = ProofKeys { keys: vec![proof_signer.public_key()] };
         let (app_signer, app) = app_keys();
         let set = SigningSet { current: proof_signer, next: None, retired: Vec::new(), public, app };
         let (signing, _) = watch::channel(Arc::new(set));
@@ -262,7 +262,7 @@ pub fn signer(kid: &str) -> Arc<Signer> {
 
 pub fn app_keys() -> (Arc<Signer>, AppKeys) {
     let signer = signer("app-k1");
-    let public = ProofKeys { keys: vec![signer.public()] };
+    let public = ProofKeys { keys: vec![signer.public_key()] };
     (Arc::clone(&signer), AppKeys { current: signer, public })
 }
 

@@ -237,7 +237,7 @@ async fn kill_repeatedly(
 /// Runs a campaign and returns the number of kills.
 async fn campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
-    let client = client::build(Deadlines { whole: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
+    let client = client::build(Deadlines { total: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
     let bases = Mutex::new(vec![String::new(); PROCESSES]);
     let fleet = Arc::new(Fleet { stack, client, bases, ledger: Ledger::new() });
     let starting = Arc::clone(&fleet);

@@ -150,7 +150,7 @@ impl Host {
             write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&side)).await?;
             return Ok("moved the pointer too early");
         }
-        let recorded = snapshot::record(&bucket, &slot, &side, etag).await?;
+        let recorded = snapshot::write_side_record(&bucket, &slot, &side, etag).await?;
         rows.record_snapshot(&self.prefix(), dump.rows);
         if stops_after == Some(2) {
             return Ok("stopped after the side record");

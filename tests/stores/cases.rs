@@ -55,7 +55,7 @@ async fn advance(
     slot: &SlotPrefix,
     side: &snapshot::SideRecord,
 ) -> Result<(), PointerError> {
-    let recorded = snapshot::record(&fixture.bucket, slot, side, None).await?;
+    let recorded = snapshot::write_side_record(&fixture.bucket, slot, side, None).await?;
     pointer_io::advance(&fixture.bucket, slot, &recorded).await
 }
 
@@ -160,7 +160,7 @@ pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Sup
 pub async fn upload_of_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/killed.dump");
     let mut upload = start_upload(fixture, &key, content(6 * MIB)).await?;
-    let open = upload.open().cloned().context("an upload of S3 has an id")?;
+    let open = upload.open_upload().cloned().context("an upload of S3 has an id")?;
     ensure!(fixture.server.uploads(BUCKET) == [key.as_ref()], "{:?}", fixture.server.uploads(BUCKET));
     fixture.bucket.abort_upload(&open).await?;
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
@@ -227,7 +227,8 @@ pub async fn outage_is_not_reported_as_not_found(fixture: &StoreFixture) -> Resu
     ensure!(matches!(failed, Err(StoreError::Unavailable { .. })), "{failed:?}");
     fixture.server.heal();
     fixture.server.down();
-    let down = fixture.bucket.within(&key, Duration::from_secs(20), fixture.bucket.head(&key)).await;
+    let down =
+        fixture.bucket.run_with_timeout(&key, Duration::from_secs(20), fixture.bucket.head(&key)).await;
     ensure!(matches!(down, Err(StoreError::Unavailable { .. })), "{down:?}");
     fixture.server.up()?;
     ensure!(fixture.bucket.get(&key, 10).await?.is_some(), "the object has disappeared");
@@ -269,7 +270,7 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
     let endpoint = fixture.server.endpoint().parse()?;
     let sts = Sts::new(endpoint, fixture.s3.region.clone(), role, fixture.s3.credential())?;
     let policy = policy::slot_policy("aws", BUCKET, &own, SnapshotWrites::Any);
-    let session = match sts.assume("svc-test", &policy, Duration::from_secs(900)).await {
+    let session = match sts.assume_role("svc-test", &policy, Duration::from_secs(900)).await {
         Ok(session) => session,
         Err(error) => return Ok(Support::No(error.to_string())),
     };

@@ -27,7 +27,7 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
 async fn doctor_names_what_does_not_work_on_moto() -> Result<()> {
     let found = diagnose(StoreKind::Moto).await?;
     found.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
-    found.expect("store", "problem", "Everyone who reaches the endpoint can read and delete every snapshot.");
+    found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
     found.expect("store", "warning", "A snapshot that was damaged on its way is stored");
     assert_eq!(found.levels("store"), ["warning", "problem"], "{}", found.text);
     Ok(())
@@ -42,7 +42,7 @@ async fn doctor_names_what_does_not_work_on_seaweedfs() -> Result<()> {
     }
     let found = diagnose(StoreKind::Seaweedfs).await?;
     found.expect("host-credentials", "warning", "STORE_HOST_CREDENTIALS=static");
-    found.expect("store", "problem", "Everyone who reaches the endpoint can read and delete every snapshot.");
+    found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
     found.expect("store-protection", "warning", "no versioning");
     Ok(())
 }

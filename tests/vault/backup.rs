@@ -223,7 +223,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
         assert_pointer_valid(&store).await.with_context(|| format!("after {point}"))?;
         machine.run(&["svc-db-backup"])?.expect(0);
         let latest = snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
-        let side = snapshot::side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
+        let side = snapshot::read_side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
         assert_eq!(side.tables[0].rows, 1000 + n, "after {point}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run aborts it");
         assert_eq!(machine.backup_records()?.pop().context("a record")?["status"], "success");

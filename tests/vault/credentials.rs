@@ -23,7 +23,7 @@ use svc::host::system::store_credentials::RenewingCredentials;
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
 use svc::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
-use svc::store::policy::{self, SnapshotWrites, Window};
+use svc::store::policy::{self, SessionWindow, SnapshotWrites};
 use svc::store::sts::Sts;
 
 use super::machine::{self, BUCKET, Machine, USER, slot, wait_until};
@@ -90,7 +90,7 @@ impl Platform {
         Ok(self
             .service
             .sts
-            .assume("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
+            .assume_role("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
             .await?)
     }
 
@@ -133,7 +133,7 @@ async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, header
         CredentialResponse::Unauthorized => return problem(401, "unauthorized"),
     }
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
-    match service.sts.assume("svc-host", &policy, HOUR).await {
+    match service.sts.assume_role("svc-host", &policy, HOUR).await {
         Ok(session) => {
             let mut response = session_json(&session);
             response["region"] = json!("auto");
@@ -159,9 +159,9 @@ fn session_json(session: &TemporaryCredentials) -> Value {
 /// The outage session of a machine of epoch 1.
 async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, lifetime) = (Timestamp::now(), HOUR * 12);
-    let window = Window { from, until: from.checked_add(lifetime).ok()? };
+    let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };
     let policy = policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
-    sts.assume("svc-outage", &policy, lifetime).await.ok()
+    sts.assume_role("svc-outage", &policy, lifetime).await.ok()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -173,11 +173,11 @@ async fn sts_client_works_with_another_server() -> Result<()> {
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
     let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
-    let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
+    let session = sts.assume_role("svc-host", &policy, Duration::from_secs(900)).await?;
     let remaining = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&remaining.as_secs()), "{remaining}");
     assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
-    let error = sts.assume(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
+    let error = sts.assume_role(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
     assert!(error.to_string().starts_with("STS refused AssumeRole with 400"), "{error}");
     assert!(error.to_string().contains("ValidationError"), "{error}");
     Ok(())

@@ -38,7 +38,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     assert_eq!(machine::pointer(&store).await?.as_ref(), Some(&before));
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
-    let records = snapshots::page(&bucket, &slot, window).await?.records;
+    let records = snapshots::list_page(&bucket, &slot, window).await?.records;
     assert_eq!(records.len(), 2, "the snapshot of the outage is complete");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");

@@ -159,7 +159,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
             "none of the keys that are trusted here",
         ),
         ("no key", &[&old][..], key_set(6, &[]), "has no key"),
-        ("a sequence in use", &[&old][..], key_set(5, &[&old, &new]), "use a higher one"),
+        ("a sequence in use", &[&old][..], key_set(5, &[&old, &new]), "use a higher sequence"),
         ("a mistyped sequence", &[&old][..], key_set(4_000_000_000, &[&old, &new]), "at most 1005"),
     ] {
         publish(&stage, release(NEW)?, signers, keys)?;

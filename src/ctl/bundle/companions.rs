@@ -13,7 +13,8 @@ use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 use svc_store::bundle::{
-    self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
+    self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, SignedManifest, TrustedKeys,
+    VerifiedManifest, verify,
 };
 use svc_store::key::{self, BUNDLE_FILE};
 
@@ -37,7 +38,7 @@ impl BundleContext<'_> {
     }
 
     /// Checks that hosts would trust the signed manifest now, as far as the configured keys allow.
-    fn check_trust(&self, signed: &Signed) -> Result<(), ManifestError> {
+    fn check_trust(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         let manifest = self.parse_manifest(&signed.manifest)?;
         match self.keys {
             Some(keys) => verify(signed, keys, self.version, Timestamp::now()).map(drop),
@@ -45,7 +46,7 @@ impl BundleContext<'_> {
                 Err(ManifestError::Expired { at: manifest.expires_at })
             }
             None => {
-                bundle::signatures(&signed.signature)?;
+                bundle::parse_signatures(&signed.signature)?;
                 manifest.check_key_set(signed)
             }
         }
@@ -86,9 +87,9 @@ impl Companions {
         Manifest::parse(self.manifest.as_ref()?).ok()?.trusted_keys
     }
 
-    fn signed(&self) -> Option<Signed> {
+    fn signed(&self) -> Option<SignedManifest> {
         let (manifest, signature) = self.manifest.as_ref().zip(self.signature.as_ref())?;
-        Some(Signed { manifest: manifest.to_vec(), signature: signature.to_vec() })
+        Some(SignedManifest { manifest: manifest.to_vec(), signature: signature.to_vec() })
     }
 
     fn entries(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
@@ -139,7 +140,7 @@ impl Companions {
         let Some(keys) = context.keys else {
             return Err("without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned());
         };
-        let ends = |verified: &Verified| verified.manifest().expires_at;
+        let ends = |verified: &VerifiedManifest| verified.manifest().expires_at;
         let own = verify(&own, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
         // An expired manifest is compared as well.
         let stored =
@@ -199,9 +200,9 @@ impl StoredCompanions {
         if suffix == MANIFEST { self.manifest.as_ref() } else { self.signature.as_ref() }
     }
 
-    fn signed(&self) -> Option<Signed> {
+    fn signed(&self) -> Option<SignedManifest> {
         let (manifest, signature) = self.manifest.as_ref().zip(self.signature.as_ref())?;
-        Some(Signed { manifest: manifest.value.to_vec(), signature: signature.value.to_vec() })
+        Some(SignedManifest { manifest: manifest.value.to_vec(), signature: signature.value.to_vec() })
     }
 }
 

@@ -16,7 +16,7 @@ use svc_http::client::{self, Deadlines};
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
 const DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(4),
-    whole: Some(Duration::from_secs(8)),
+    total: Some(Duration::from_secs(8)),
     idle: Duration::from_secs(8),
 };
 

@@ -56,7 +56,7 @@ pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
 pub async fn read_fields(headers: &HeaderMap, body: Body, max_bytes: usize) -> Result<Fields, Problem> {
     require_json(headers)?;
     match serde_json::from_slice(&read(body, max_bytes).await?) {
-        Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
+        Ok(Value::Object(map)) => Ok(Fields::from_body(map)),
         _ => Err(Problem::field("", "must be a JSON object")),
     }
 }

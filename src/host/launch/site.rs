@@ -17,7 +17,7 @@ use http::header::{self, HeaderValue};
 use http::request::Parts;
 
 use svc_http::files::{
-    Caching, StaticFile, is_read, media_type, method_not_allowed, percent_decode, respond,
+    Caching, StaticFile, is_read_method, media_type, method_not_allowed, percent_decode, respond,
 };
 use svc_http::problem::{Code, Problem};
 
@@ -129,7 +129,7 @@ pub fn router(site: Site) -> Router {
 
 async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
     let (request, _) = request.into_parts();
-    if !is_read(&request.method) {
+    if !is_read_method(&request.method) {
         return method_not_allowed();
     }
     match site.find(request.uri.path()) {

@@ -86,7 +86,7 @@ impl Server {
         }
         for host in self.config.get_hosts() {
             if let Host::Tcp(name) = host {
-                let found = resolve::addresses(name).await?;
+                let found = resolve::lookup_addresses(name).await?;
                 config.hostaddr(found[0]);
             }
         }

@@ -31,7 +31,7 @@ impl Gateway {
     /// If the HTTP client cannot be created.
     pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {
         let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
-        let client = client::with_tls(Deadlines::CALL, config)?;
+        let client = client::build_with_tls(Deadlines::CALL, config)?;
         let base = format!("https://{}", replace_unspecified(listen));
         Ok(Self { client, ready_url: format!("{base}/readyz"), live_url: format!("{base}/livez") })
     }

@@ -242,7 +242,7 @@ impl RenewingCredentials {
         let url = self.platform.url(&format!("/vps/{}/storage-credentials", self.machine));
         let token = self.platform.upgrade_token.current();
         let request = self.client.post(url).bearer_auth(token.expose_secret());
-        let response = request_id::onward(request).send().await.map_err(unavailable)?;
+        let response = request_id::attach(request).send().await.map_err(unavailable)?;
         let now = clock::now_ms();
         let (status, date) = (response.status(), response_date(response.headers()));
         let body = read_body(response).await.map_err(|error| CredentialError::Unavailable(chain(&error)))?;

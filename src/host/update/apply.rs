@@ -164,7 +164,7 @@ fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<Resolv
         UpdateTarget::Requested => match request::read(layout) {
             RequestFile::Missing => Ok(None),
             RequestFile::Valid(request) => {
-                let id = request.request_id.unwrap_or_else(request_id::fresh);
+                let id = request.request_id.unwrap_or_else(request_id::generate);
                 Ok(Some((UpdateKind::Apply, request.version, none, id)))
             }
             RequestFile::Invalid => {

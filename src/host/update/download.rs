@@ -174,7 +174,7 @@ impl Download<'_> {
                 .header(header::RANGE, format!("bytes={}-", self.received))
                 .header(header::IF_RANGE, etag);
         }
-        let response = request_id::onward(request).send().await;
+        let response = request_id::attach(request).send().await;
         let response = response
             .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {

@@ -41,7 +41,7 @@ use svc_base::failpoint;
 use svc_base::fsx;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
-use svc_store::bundle::{KeySet, MAX_COMPANION_BYTES, Signed, Verified, verify};
+use svc_store::bundle::{KeySet, MAX_COMPANION_BYTES, SignedManifest, VerifiedManifest, verify};
 use svc_store::key::BUNDLE_FILE;
 
 const SVC_TARGET: &str = "svc.target";
@@ -184,7 +184,7 @@ impl<S: Services> Updater<S> {
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))
     }
 
-    async fn fetch_manifest(&self, version: &ImageVersion) -> Result<Verified, StepError> {
+    async fn fetch_manifest(&self, version: &ImageVersion) -> Result<VerifiedManifest, StepError> {
         let read = async |suffix: &str| {
             let source = self.bundle_source(version, suffix)?;
             source.read(MAX_COMPANION_BYTES).await.map_err(|error| match error {
@@ -194,14 +194,14 @@ impl<S: Services> Updater<S> {
                 error => failed(Stage::Manifest)(error),
             })
         };
-        let signed = Signed { manifest: read(".json").await?, signature: read(".json.sig").await? };
+        let signed = SignedManifest { manifest: read(".json").await?, signature: read(".json.sig").await? };
         // The keys are read only now, because an update that this run has just finished may have changed them.
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
         verify(&signed, &trusted.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
     }
 
     /// Returns the key set to trust once the release is healthy, if the release brings a new one.
-    fn next_key_set(&self, verified: &Verified) -> Result<Option<KeySet>, StepError> {
+    fn next_key_set(&self, verified: &VerifiedManifest) -> Result<Option<KeySet>, StepError> {
         let Some(offered) = &verified.manifest().trusted_keys else { return Ok(None) };
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
         trusted.successor(offered).map_err(refused(Stage::Manifest))
@@ -216,7 +216,11 @@ impl<S: Services> Updater<S> {
         Ok(BundleSource::new(url, platform.clone()))
     }
 
-    async fn fetch_bundle(&self, version: &ImageVersion, verified: &Verified) -> Result<(), StepError> {
+    async fn fetch_bundle(
+        &self,
+        version: &ImageVersion,
+        verified: &VerifiedManifest,
+    ) -> Result<(), StepError> {
         let manifest = verified.manifest();
         let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
         let source = self.bundle_source(version, "")?;

@@ -13,7 +13,7 @@ use super::call::ApiCall;
 use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, documented_json};
 use crate::context::Platform;
 use crate::db::audit::{self, AuditFilter};
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, schema_of, text_to, time, uuid};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, schema_of, text_up_to, time, uuid};
 use svc_http::problem::{Code, Problem};
 use svc_wire::audit::AuditPage;
 
@@ -33,7 +33,7 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
         until: query.time("until"),
         before: query.optional("cursor"),
     };
-    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
+    let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     query.finish(Some(()))?;
 
     let session = platform.report_db.session().await?;
@@ -67,7 +67,7 @@ const fn filter_parameter(name: &'static str, schema: fn() -> Value, about: &'st
 }
 
 fn filter_schema() -> Value {
-    text_to(MAX_FILTER_CHARS)
+    text_up_to(MAX_FILTER_CHARS)
 }
 
 const ACTOR: Parameter = filter_parameter(

@@ -39,7 +39,7 @@ pub async fn handle(
     call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut query = call.query_fields();
-    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
+    let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     let before: Option<SnapshotCursor> = query.optional("cursor");
     let only_latest = query.optional::<bool>("latest").unwrap_or(false);
     query.finish(Some(()))?;
@@ -62,7 +62,7 @@ pub async fn handle(
         let latest = pointer.and_then(|pointer| pointer.value.snapshot);
         let page = if only_latest {
             let record = match &latest {
-                Some(latest) => snapshots::one(&platform.bucket, &slot, &latest.key).await?,
+                Some(latest) => snapshots::read_record(&platform.bucket, &slot, &latest.key).await?,
                 None => None,
             };
             Page { records: record.into_iter().collect(), next: None }
@@ -70,7 +70,7 @@ pub async fn handle(
             let taken_at = latest.as_ref().map(|latest| latest.taken_at);
             let window =
                 PageWindow { before: before.as_ref().map(SnapshotCursor::as_str), latest: taken_at, limit };
-            snapshots::page(&platform.bucket, &slot, window).await?
+            snapshots::list_page(&platform.bucket, &slot, window).await?
         };
         Ok::<_, Problem>((latest, page))
     };

@@ -159,7 +159,7 @@ impl ApiCall {
     /// The fields of a form.
     pub fn form_fields(&self) -> Result<Fields, Problem> {
         let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a valid form"))?;
-        Ok(Fields::of_form(text))
+        Ok(Fields::from_form(text))
     }
 
     /// The fields of a JSON body.
@@ -168,7 +168,7 @@ impl ApiCall {
             return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
         }
         match serde_json::from_slice(&self.body) {
-            Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
+            Ok(Value::Object(map)) => Ok(Fields::from_body(map)),
             Ok(_) => Err(Problem::field("", "must be a JSON object")),
             Err(error) => Err(Problem::field("", format!("is not valid JSON: {error}"))),
         }
@@ -190,7 +190,7 @@ impl ApiCall {
     }
 
     pub fn query_fields(&self) -> Fields {
-        Fields::of_query(self.uri.query().unwrap_or_default())
+        Fields::from_query(self.uri.query().unwrap_or_default())
     }
 
     /// SHA-256 of the body's bytes.

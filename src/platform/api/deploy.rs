@@ -111,7 +111,7 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
 
 /// Rejects a release that hosts would refuse, because its manifest is missing or not signed with a trusted key.
 async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
-    let published = bundle::digest(&platform.bucket, version).await?;
+    let published = bundle::read_digest(&platform.bucket, version).await?;
     let Some(digest) = published else {
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
     };

@@ -13,7 +13,7 @@ use super::problems;
 use crate::context::Platform;
 use crate::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
-use svc_http::openapi::{Operation, fields, named, text_to};
+use svc_http::openapi::{Operation, fields, named, text_up_to};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
@@ -69,7 +69,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Marks a machine that should not run, or is stuck in another state, as failed.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[("reason", text_to(MAX_REASON_CHARS))], &[])),
+        body: Some(|| fields(&[("reason", text_up_to(MAX_REASON_CHARS))], &[])),
         responses: &[documented_json(200, "The machine has failed.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,

@@ -38,7 +38,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         scope,
         before: query.optional("cursor"),
     };
-    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
+    let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     query.finish(Some(()))?;
 
     let session = platform.report_db.session().await?;

@@ -112,7 +112,7 @@ async fn apply_decision(
     }
     if let Decision::Restore(key) = &decision {
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
-        let record = snapshot::by_key(&platform.bucket, &slot, key.as_str());
+        let record = snapshot::load(&platform.bucket, &slot, key.as_str());
         let record = tokio::time::timeout(STORE_TIMEOUT, record)
             .await
             .map_err(|_| svc_store::problem::unavailable())?;

@@ -346,7 +346,7 @@ pub async fn check_admission(
 
 /// Looks up the digest of a published bundle.
 pub async fn find_bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, Problem> {
-    let found = bundle::digest(bucket, version).await?;
+    let found = bundle::read_digest(bucket, version).await?;
     found.ok_or_else(|| {
         Problem::new(Code::BundleNotFound, format!("No bundle of version {version} is published."))
     })
@@ -360,7 +360,7 @@ async fn choose_restore_mode(
     let slot = SlotPrefix::new(&request.user, &request.slot);
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {
-            let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
+            let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
             restorable::ensure_fits_disk(platform, &side, &request.server_type).await?;
             Ok(RestoreMode::Required)
         }

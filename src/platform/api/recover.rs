@@ -255,7 +255,7 @@ async fn find_initial_data(
 ) -> Result<InitialData, Problem> {
     let slot = SlotPrefix::new(&request.user, &request.slot);
     if let Some(key) = &request.snapshot_key {
-        let side = snapshot::by_key(&platform.bucket, &slot, key.as_str())
+        let side = snapshot::load(&platform.bucket, &slot, key.as_str())
             .await
             .map_err(problems::snapshot_unusable)?;
         return Ok(InitialData {
@@ -266,7 +266,7 @@ async fn find_initial_data(
     }
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {
-            let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
+            let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
             Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
         Err(SnapshotUnusable::Absent) => {

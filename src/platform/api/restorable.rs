@@ -85,7 +85,7 @@ fn needed_bytes(database: u64) -> u64 {
 /// `snapshot_unusable`, `store_unavailable`.
 pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
     let known = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
-    match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
+    match epochs::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => {
             Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))

@@ -269,7 +269,7 @@ async fn resolve_hosts(config: &Config) -> Result<Config, resolve::ResolveError>
     }
     for host in config.get_hosts().to_vec() {
         if let Host::Tcp(name) = host {
-            let addresses = resolve::addresses(&name).await?;
+            let addresses = resolve::lookup_addresses(&name).await?;
             config.hostaddr(addresses[0]);
         }
     }

@@ -6,7 +6,7 @@ use svc_base::chain::chain;
 use svc_base::diagnosis::Findings;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, StoreError};
-use svc_store::bundle::{self, BundleUnusable, ManifestError, digest};
+use svc_store::bundle::{self, BundleUnusable, ManifestError, read_digest};
 use svc_store::key;
 
 const SEE_STORE_CHECK: &str = "see the check `store`";
@@ -68,7 +68,7 @@ async fn find_bundle(
     bucket: &Bucket,
     version: &ImageVersion,
 ) -> Result<(Option<String>, Option<u64>), StoreError> {
-    let digest = digest(bucket, version).await?;
+    let digest = read_digest(bucket, version).await?;
     let size = bucket.head(&key::bundle(version, "")).await?.map(|meta| meta.size);
     Ok((digest, size))
 }

@@ -4,7 +4,7 @@ use futures_util::FutureExt;
 use svc_base::chain::chain;
 use svc_machine::name::Slot;
 use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::capabilities::{self, Capability, Need, Probed, RaceLimits, Support};
+use svc_store::capabilities::{self, Capability, Need, ProbeResult, RaceLimits, Support};
 use svc_store::config::{S3Config, StoreConfig};
 use svc_store::credentials::TemporaryCredentials;
 use svc_store::key::SlotPrefix;
@@ -33,7 +33,7 @@ pub async fn probe_store(
     store: &StoreConfig,
     credentials: &HostCredentials,
     races: RaceLimits,
-) -> Vec<Probed> {
+) -> Vec<ProbeResult> {
     let mut found = capabilities::probe_all(store, races).await;
     let session = match HostStore::new(store, credentials) {
         Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| chain(&error))),
@@ -54,7 +54,7 @@ pub async fn probe_store(
         }
     };
     for (capability, support) in [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, once)] {
-        found.push(Probed::new(capability, support));
+        found.push(ProbeResult::new(capability, support));
     }
     found
 }

@@ -13,7 +13,7 @@ use crate::host_store::HostStore;
 use svc_base::chain::chain;
 use svc_base::diagnosis::Findings;
 use svc_store::bucket::{Bucket, StoreError};
-use svc_store::capabilities::{self, Need, Probed, Support};
+use svc_store::capabilities::{self, Need, ProbeResult, Support};
 use svc_store::config::StoreConfig;
 use svc_store::parallel_probe::{self, PREFIX, RUN_PREFIX};
 use svc_store::policy::SnapshotWrites;
@@ -44,7 +44,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         }
         Err(error) => return findings.problem(chain(&error), CHECK_STORE),
     };
-    let report = |findings, probed: &Probed| report_capability(findings, probed, &config.store);
+    let report = |findings, probed: &ProbeResult| report_capability(findings, probed, &config.store);
     let findings = conditions.iter().fold(findings, report);
     if !findings.is_empty() {
         return findings;
@@ -90,8 +90,8 @@ async fn count_remaining_objects(bucket: &Bucket) -> Result<usize, object_store:
         .await
 }
 
-fn report_capability(findings: Findings, probed: &Probed, store: &StoreConfig) -> Findings {
-    let Probed { capability, support } = probed;
+fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConfig) -> Findings {
+    let ProbeResult { capability, support } = probed;
     match (support, capability.need) {
         (Support::Yes, _) | (_, Need::Unused) => findings,
         (Support::No(instead), Need::Required) => {
@@ -132,7 +132,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
         Setting::On => findings,
         Setting::Off => findings.warning(
             "the bucket has no versioning: an object that is overwritten or deleted cannot be restored",
-            protection::enable_versioning(s3),
+            protection::versioning_command(s3),
         ),
         Setting::Unknown(status) => {
             return findings.skipped(format!("the store does not report its versioning ({status})"));
@@ -142,7 +142,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
         Setting::On => findings.or_ok("the bucket has versioning and object lock"),
         Setting::Off => findings.warning(
             "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
-            protection::enable_object_lock(s3),
+            protection::object_lock_command(s3),
         ),
         Setting::Unknown(_) => {
             findings.or_ok("the bucket has versioning; the store does not support object lock")
@@ -245,7 +245,8 @@ mod tests {
 
     #[test]
     fn server_only_capability_is_not_reported_for_directory() {
-        let probed = Probed::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
+        let probed =
+            ProbeResult::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
         let store = |url| {
             let pairs =
                 [("OBJECT_STORE_URL", url), ("AWS_ACCESS_KEY_ID", "k"), ("AWS_SECRET_ACCESS_KEY", "s")];

@@ -71,7 +71,7 @@ async fn re_sign_slot(platform: &Platform, (user, slot): &(String, String)) -> R
     let Some((user, slot)) = parsed else { return Ok(()) };
     let prefix = SlotPrefix::new(&user, &slot);
     let pointer = prefix.pointer();
-    let signed = platform.bucket.within(&pointer, SLOT_TIMEOUT, async {
+    let signed = platform.bucket.run_with_timeout(&pointer, SLOT_TIMEOUT, async {
         match re_sign_fence(platform, &prefix).await {
             Ok(()) => Ok(Ok(())),
             Err(PointerError::Store(error)) => Err(error),

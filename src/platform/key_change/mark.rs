@@ -118,7 +118,7 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
         let mark = Mark { version: FORMAT, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
         let path = mark_path();
         let put = bucket.put_json_if(&path, &mark, condition);
-        match bucket.within(&path, CALL_TIMEOUT, put).await {
+        match bucket.run_with_timeout(&path, CALL_TIMEOUT, put).await {
             Ok(()) => return Ok(()),
             // Another process has written the mark, or the response to this process's write was lost.
             Err(StoreError::Precondition { .. }) => {}
@@ -154,7 +154,7 @@ fn mark_path() -> Path {
 
 async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
     let path = mark_path();
-    let found = bucket.within(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
+    let found = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     match found {
         Some(found) if !is_id(&found.value.key_id) => {

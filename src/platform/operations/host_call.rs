@@ -30,7 +30,7 @@ const RESUME_PATH: &str = "/_svc/internal/resume";
 const USAGE_PATH: &str = "/api/usage";
 const CALL_DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
-    whole: Some(Duration::from_secs(6)),
+    total: Some(Duration::from_secs(6)),
     idle: Duration::from_secs(6),
 };
 
@@ -269,7 +269,7 @@ pub fn build_client(
     let name = trust.server_name(machine.id, address);
     let base = Url::parse(&format!("https://{}:{}/", name.to_str(), machine.https_port))?;
     let tls = trust.client_config(pin, trust.chain_required_from(machine.id, machine.registered_at))?;
-    Ok((base, client::to_address(deadlines, tls, &name.to_str(), address.into())?))
+    Ok((base, client::build_for_address(deadlines, tls, &name.to_str(), address.into())?))
 }
 
 async fn send(
@@ -285,7 +285,7 @@ async fn send(
     let signed =
         platform.keys.borrow().signer_for(&machine.proof_kids).sign(&build_request_claims(machine, request));
     let call = client.request(request.method.clone(), url).header(proof::HEADER, signed);
-    let mut call = request_id::onward(call);
+    let mut call = request_id::attach(call);
     if let Some(body) = &request.body {
         call = call.json(body);
     }

@@ -331,7 +331,7 @@ fn is_unsupported(status: StatusCode) -> bool {
 async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) -> NewestCopy {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let (bucket, key) = (&leased.platform.bucket, slot.pointer());
-    match bucket.within(&key, POINTER_TIMEOUT, pointer_io::read(bucket, &slot)).await {
+    match bucket.run_with_timeout(&key, POINTER_TIMEOUT, pointer_io::read(bucket, &slot)).await {
         Ok(pointer) => {
             let newest = pointer.and_then(|pointer| pointer.value.snapshot).map(|named| named.taken_at);
             newest.map_or(NewestCopy::Nothing(machine.registered_at), NewestCopy::Snapshot)

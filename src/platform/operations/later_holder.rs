@@ -106,7 +106,7 @@ pub async fn find_claim(
 
 async fn read_pointer(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
     let read = pointer_io::read(&platform.bucket, slot);
-    let read = platform.bucket.within(&slot.pointer(), READ_TIMEOUT, read).await?;
+    let read = platform.bucket.run_with_timeout(&slot.pointer(), READ_TIMEOUT, read).await?;
     Ok(read.map(|read| read.value))
 }
 

@@ -72,7 +72,8 @@ pub(super) fn is_app_token(text: &str) -> bool {
 pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<AppClaims, ProofError> {
     let jwt =
         token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES).ok_or(ProofError::Malformed)?;
-    let claims: AppClaims = serde_json::from_slice(&keys.open(jwt)?).map_err(|_| ProofError::Malformed)?;
+    let claims: AppClaims =
+        serde_json::from_slice(&keys.verify_signature(jwt)?).map_err(|_| ProofError::Malformed)?;
     if claims.iss != ISSUER || claims.exp - claims.iat > APP_TOKEN_SECONDS || !is_slug(&claims.app) {
         return Err(ProofError::Malformed);
     }
@@ -103,7 +104,7 @@ mod tests {
     #[test]
     fn verify_rejects_expired_and_foreign_tokens() {
         let (own, other, now) = (signer(), signer(), Timestamp::now());
-        let keys = ProofKeys { keys: vec![own.public()] };
+        let keys = ProofKeys { keys: vec![own.public_key()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());
         let minted = mint(&own, &user, machine, "notes", 0, now);
         assert!(is_app_token(&minted.token));
@@ -118,7 +119,7 @@ mod tests {
     #[test]
     fn verify_rejects_invalid_signed_claims() {
         let (own, now) = (signer(), Timestamp::now());
-        let keys = ProofKeys { keys: vec![own.public()] };
+        let keys = ProofKeys { keys: vec![own.public_key()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());
         let good = || AppClaims {
             iss: ISSUER.to_owned(),

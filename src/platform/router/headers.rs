@@ -94,7 +94,7 @@ fn new_traceparent(request_id: &str) -> HeaderValue {
     let trace = if is_hex {
         request_id
     } else {
-        fresh = request_id::fresh();
+        fresh = request_id::generate();
         &fresh
     };
     let mut text = String::with_capacity(55);
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn prepare_headers_keeps_valid_traceparent() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        let id = request_id::fresh();
+        let id = request_id::generate();
         for (sent, is_kept) in [
             (good, true),
             ("00-00000000000000000000000000000000-00f067aa0ba902b7-01", false),

@@ -14,7 +14,7 @@ use jiff::Timestamp;
 use super::cookie::{self, RouterCookie};
 use super::serve::RequestContext;
 use super::session::{Session, SessionError, Sessions, TokenHash, sha256};
-use svc_http::addresses::network;
+use svc_http::addresses::client_network;
 use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
 use svc_http::rate::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
@@ -136,7 +136,7 @@ impl Authenticator {
     /// Counts a credential check against the limit of the client's address.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), AuthError> {
         let Some(address) = context.client else { return Ok(()) };
-        self.checks.check(&network(address)).map_err(AuthError::RateLimited)
+        self.checks.check(&client_network(address)).map_err(AuthError::RateLimited)
     }
 
     /// Verifies a token or returns its cached verdict. A verification counts against the limit of the client's address.

@@ -74,7 +74,7 @@ impl RouterState {
 
     fn client(&self, request: &Request) -> Option<IpAddr> {
         let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
-        let is_proxy = self.config.trusted_proxies.contain(peer.ip());
+        let is_proxy = self.config.trusted_proxies.contains(peer.ip());
         let is_behind_proxy = is_proxy || self.config.public_scheme.is_some();
         (!is_behind_proxy).then(|| peer.ip())
     }

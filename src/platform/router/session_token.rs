@@ -32,7 +32,8 @@ pub(super) fn is_genuine(keys: &ProofKeys, host: PublicHost, token: &str) -> boo
     let Some(jwt) = token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES) else {
         return false;
     };
-    let claims = keys.open(jwt).ok().and_then(|body| serde_json::from_slice::<SessionClaims>(&body).ok());
+    let claims =
+        keys.verify_signature(jwt).ok().and_then(|body| serde_json::from_slice::<SessionClaims>(&body).ok());
     claims.is_some_and(|claims| claims.iss == ISSUER && claims.host == host.as_str())
 }
 
@@ -44,7 +45,7 @@ mod tests {
     fn is_genuine_accepts_only_issued_tokens_of_host() {
         let signer = |kid| Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap();
         let (own, other) = (signer("app-1"), signer("app-1"));
-        let keys = ProofKeys { keys: vec![own.public()] };
+        let keys = ProofKeys { keys: vec![own.public_key()] };
         let token = mint(&own, PublicHost::App).unwrap();
         assert!(token.len() < MAX_TOKEN_BYTES);
         assert!(is_genuine(&keys, PublicHost::App, &token));

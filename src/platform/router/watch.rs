@@ -233,7 +233,7 @@ async fn resolve_hosts(config: &Config) -> anyhow::Result<Config> {
     if config.get_hostaddrs().is_empty() {
         for host in config.get_hosts().to_vec() {
             if let Host::Tcp(name) = host {
-                let first = resolve::addresses(&name).await?.first().copied();
+                let first = resolve::lookup_addresses(&name).await?.first().copied();
                 config.hostaddr(first.context("the database's host name has no address")?);
             }
         }

@@ -193,7 +193,7 @@ impl Connection {
 
     async fn send(&self, call: &Call<'_>) -> Result<Response, Cause> {
         let request = self.client.request(call.method.clone(), self.url(call));
-        let mut request = request_id::onward(request).header(AUTHORIZATION, self.authorization.clone());
+        let mut request = request_id::attach(request).header(AUTHORIZATION, self.authorization.clone());
         if let Some(body) = &call.body {
             request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
         }

@@ -241,7 +241,7 @@ fn side_records() -> impl Strategy<Value = Vec<u8>> {
 fn check_any_side(bytes: &[u8]) -> Result<(), String> {
     wait(async {
         let bucket = bucket_with(bytes).await?;
-        let side = match snapshot::by_key(&bucket, &slot(), &complete_record().key).await {
+        let side = match snapshot::load(&bucket, &slot(), &complete_record().key).await {
             Ok(side) => side,
             Err(SnapshotUnusable::Damaged { .. }) => return Ok(()),
             Err(error) => return Err(format!("a damaged record is reported as {error:?}")),
@@ -271,7 +271,7 @@ fn check_valid_side(bytes: &[u8]) -> Result<(), String> {
     }
     wait(async {
         let bucket = bucket_with(bytes).await?;
-        match snapshot::by_key(&bucket, &slot(), &complete_record().key).await {
+        match snapshot::load(&bucket, &slot(), &complete_record().key).await {
             Ok(side) if side == wanted => Ok(()),
             other => Err(format!("{other:?}")),
         }

@@ -5,7 +5,9 @@ use std::sync::LazyLock;
 use jiff::Timestamp;
 use kit::bundle::SigningKey;
 use proptest::prelude::*;
-use svc::store::bundle::{KeySet, Manifest, Signed, TrustedKeys, parse_digest, signatures, verify};
+use svc::store::bundle::{
+    KeySet, Manifest, SignedManifest, TrustedKeys, parse_digest, parse_signatures, verify,
+};
 
 use super::Target;
 
@@ -31,7 +33,7 @@ static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
 });
 
 fn accept(manifest: &[u8], signature: &[u8]) -> Option<Manifest> {
-    let signed = Signed { manifest: manifest.to_vec(), signature: signature.to_vec() };
+    let signed = SignedManifest { manifest: manifest.to_vec(), signature: signature.to_vec() };
     let (version, now) = (VERSION.parse().expect("a version"), NOW.parse().expect("a time"));
     verify(&signed, &PUBLISHER.trusted, &version, now).ok().map(|verified| verified.manifest().clone())
 }
@@ -131,12 +133,12 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn publisher_signature() -> (String, Vec<u8>) {
-    signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line").remove(0)
+    parse_signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line").remove(0)
 }
 
 /// A file is accepted only if it contains the publisher's own signature and no other by the same key.
 fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
-    let lines = signatures(bytes).ok();
+    let lines = parse_signatures(bytes).ok();
     for (id, signature) in lines.iter().flatten() {
         if id.len() != 16 || signature.len() != 64 {
             return Err(format!("{id} has a signature of {} bytes", signature.len()));
@@ -154,7 +156,7 @@ fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_signature(bytes: &[u8]) -> Result<(), String> {
-    let lines = signatures(bytes).map_err(|error| error.to_string())?;
+    let lines = parse_signatures(bytes).map_err(|error| error.to_string())?;
     if lines.len() != bytes.iter().filter(|&&byte| byte == b'\n').count()
         || !lines.contains(&publisher_signature())
     {

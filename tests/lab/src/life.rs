@@ -122,7 +122,7 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     ensure!(state.trim() == "inactive", "the gateway is running again: {state}");
     ensure!(pointer()? == before, "the pointer moved: {}", pointer()?);
     vm.save_journal().await.ok();
-    vm.cut();
+    vm.cut_power();
     Ok(((), "superseded: its gateway stops and stays stopped, its backup is refused".to_owned()))
 }
 

@@ -212,7 +212,7 @@ impl DispatchRequest {
         options: &Options,
         settings: &AgentSettings,
     ) -> Option<(Vec<Entry>, Value)> {
-        let given = fields.each("batch", 1..=MAX_BATCH_ENTRIES)?;
+        let given = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
         let (mut entries, mut all) = (Vec::new(), vec![options.to_json("")]);
         let count = given.len();
         for mut entry in given {
@@ -233,7 +233,7 @@ mod tests {
 
     fn read(body: Value) -> Result<DispatchRequest, String> {
         let Value::Object(body) = body else { return Err("not an object".to_owned()) };
-        let mut fields = Fields::of_body(body);
+        let mut fields = Fields::from_body(body);
         let request = DispatchRequest::read(&mut fields, "user_owner", &AgentSettings::default());
         fields.finish(request).map_err(|problem| problem.detail)
     }

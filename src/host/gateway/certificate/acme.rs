@@ -22,13 +22,13 @@ use serde::{Deserialize, Serialize};
 use crate::system::layout::Layout;
 use svc_base::fsx;
 use svc_http::body::read_response;
-use svc_http::certificate::{CertificateSwitch, ChallengeGuard, signing_request};
+use svc_http::certificate::{CertificateSwitch, ChallengeGuard, create_signing_request};
 use svc_http::client::{self, Deadlines};
 use svc_wire::heartbeat::{AcmeSettings, ExternalAccount};
 
 const DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(5),
-    whole: Some(Duration::from_secs(30)),
+    total: Some(Duration::from_secs(30)),
     idle: Duration::from_secs(30),
 };
 const MAX_RESPONSE_BYTES: usize = 256 << 10;
@@ -76,7 +76,7 @@ impl CertificateRequest<'_> {
             Ok(_) | Err(Error::Api(_)) => return Err(self.explain_refusal(&mut order, ready.err()).await),
             Err(error) => return Err(error).context("wait for the validation of the name"),
         }
-        let request = signing_request(self.name, self.key_pem)?;
+        let request = create_signing_request(self.name, self.key_pem)?;
         order.finalize_csr(&request.der).await.context("the authority refused the certificate request")?;
         order.poll_certificate(&POLL_POLICY).await.context("wait for the certificate")
     }

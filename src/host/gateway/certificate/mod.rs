@@ -16,7 +16,7 @@ use crate::system::certificate;
 use crate::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx;
-use svc_http::certificate::signing_request;
+use svc_http::certificate::create_signing_request;
 use svc_http::tls::{self, Identity};
 
 /// Reads the machine's certificate or creates it.
@@ -46,7 +46,7 @@ pub fn print_csr(layout: &Layout) -> Result<(), Failure> {
     let path = layout.tls_key();
     let key = std::fs::read_to_string(&path);
     let key = key.with_context(|| format!("read {}", path.display())).or_exit(Exit::Unavailable)?;
-    print!("{}", signing_request(&name, &key).or_exit(Exit::Internal)?.pem);
+    print!("{}", create_signing_request(&name, &key).or_exit(Exit::Internal)?.pem);
     Ok(())
 }
 

@@ -135,7 +135,7 @@ async fn resolve_hosts(config: &tokio_postgres::Config) -> Result<tokio_postgres
         .collect();
     if names.len() == config.get_hosts().len() && config.get_hostaddrs().is_empty() {
         for name in names {
-            config.hostaddr(resolve::addresses(&name).await?[0]);
+            config.hostaddr(resolve::lookup_addresses(&name).await?[0]);
         }
     }
     Ok(config)

@@ -29,7 +29,7 @@ use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, fields, matching,
-    named, nullable, object, one_of, text, text_to, time,
+    named, nullable, object, one_of, text, text_up_to, time,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -238,22 +238,22 @@ fn response_schema() -> Value {
 fn request_schema() -> Value {
     let agent_options = || {
         vec![
-            ("agentName", text_to(MAX_AGENT_NAME_CHARS)),
-            ("model", text_to(MAX_MODEL_CHARS)),
-            ("conversationId", text_to(MAX_CONVERSATION_CHARS)),
+            ("agentName", text_up_to(MAX_AGENT_NAME_CHARS)),
+            ("model", text_up_to(MAX_MODEL_CHARS)),
+            ("conversationId", text_up_to(MAX_CONVERSATION_CHARS)),
             ("deadlineSeconds", json!({ "type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_SECONDS })),
         ]
     };
-    let mut batch = array(fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &agent_options()));
+    let mut batch = array(fields(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &agent_options()));
     batch["minItems"] = 1.into();
     batch["maxItems"] = MAX_BATCH_ENTRIES.into();
     let mut request_options = agent_options();
     request_options.extend([
         ("id", matching("^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")),
-        ("senderId", text_to(MAX_SENDER_CHARS)),
+        ("senderId", text_up_to(MAX_SENDER_CHARS)),
     ]);
     json!({ "oneOf": [
-        fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &request_options),
+        fields(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &request_options),
         fields(&[("batch", batch)], &request_options),
     ] })
 }

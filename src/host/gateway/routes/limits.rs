@@ -26,8 +26,8 @@ use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, fields, named, nullable, number, object, text, text_to,
-    time,
+    Operation, Parameter, ParameterLocation, boolean, fields, named, nullable, number, object, text,
+    text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_http::usage::MAX_SENDER_CHARS;
@@ -41,7 +41,7 @@ pub async fn show(
     Extension(Caller(caller)): Extension<Caller>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<Value>, Problem> {
-    let mut query = Fields::of_query(&query.unwrap_or_default());
+    let mut query = Fields::from_query(&query.unwrap_or_default());
     let user = query.optional_text("userId", MAX_SENDER_CHARS);
     let user = query.finish(Some(user))?;
     Ok(Json(limits_json(&kernel, &user.unwrap_or_else(|| default_sender_id(&resolver, &caller))).await?))
@@ -229,7 +229,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         parameters: &[Parameter {
             name: "userId",
             location: ParameterLocation::Query,
-            schema: || text_to(MAX_SENDER_CHARS),
+            schema: || text_up_to(MAX_SENDER_CHARS),
             about: "The user or channel; the default is the owner.",
         }],
         body: None,
@@ -255,7 +255,7 @@ pub static SET_LIMITS: Endpoint = Endpoint {
                     ("daily", amount()),
                     ("monthly", amount()),
                     ("reservation", amount()),
-                    ("timeZone", text_to(MAX_ZONE_CHARS)),
+                    ("timeZone", text_up_to(MAX_ZONE_CHARS)),
                 ],
             )
         }),

@@ -118,8 +118,8 @@ pub async fn list(
     view: &'static RecordView,
     query: Option<&str>,
 ) -> Result<Response, Problem> {
-    let mut query = Fields::of_query(query.unwrap_or_default());
-    let limit = query.within("limit", 1..=MAX_LIMIT, DEFAULT_LIMIT);
+    let mut query = Fields::from_query(query.unwrap_or_default());
+    let limit = query.number_in_range("limit", 1..=MAX_LIMIT, DEFAULT_LIMIT);
     let cursor: Option<LinePosition> = query.optional("cursor");
     let filter = RecordFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
@@ -158,7 +158,7 @@ pub async fn follow(
     headers: &HeaderMap,
     query: Option<&str>,
 ) -> Result<Response, Problem> {
-    let mut query = Fields::of_query(query.unwrap_or_default());
+    let mut query = Fields::from_query(query.unwrap_or_default());
     let filter = RecordFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
     let last_event_id = parse_last_event_id(headers)?;
@@ -277,7 +277,7 @@ mod tests {
     };
 
     fn verdict_of(query: &str, line: &Value) -> Verdict {
-        let mut fields = Fields::of_query(query);
+        let mut fields = Fields::from_query(query);
         let filter = RecordFilter::read(&mut fields, &VIEW);
         fields.finish(Some(())).unwrap();
         filter.evaluate(line.as_object().unwrap())

@@ -14,12 +14,12 @@ use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json
 use crate::records::files::RecordKind;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, matching,
-    named, nullable, number, object, one_of, text, text_to, time,
+    named, nullable, number, object, one_of, text, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 
 const fn filter_parameter(name: &'static str, about: &'static str) -> Parameter {
-    Parameter { name, location: ParameterLocation::Query, schema: || text_to(MAX_FILTER_CHARS), about }
+    Parameter { name, location: ParameterLocation::Query, schema: || text_up_to(MAX_FILTER_CHARS), about }
 }
 
 const SINCE: Parameter = Parameter {

@@ -21,7 +21,8 @@ use crate::system::layout::Layout;
 use svc_base::clock::rfc3339_ms;
 use svc_base::fsx::FileError;
 use svc_http::openapi::{
-    Operation, array, boolean, count, fields, matching, named, nullable, object, one_of, text, text_to, time,
+    Operation, array, boolean, count, fields, matching, named, nullable, object, one_of, text, text_up_to,
+    time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_store::key::SnapshotKey;
@@ -166,7 +167,7 @@ pub static COPY: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| {
-            let mut tables = array(text_to(200));
+            let mut tables = array(text_up_to(200));
             tables["minItems"] = 1.into();
             tables["maxItems"] = MAX_TABLES.into();
             let options = [("mode", one_of(CopyMode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];

@@ -20,7 +20,7 @@ pub async fn report_usage(
     State(kernel): State<Arc<Kernel>>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<UsageReport>, Problem> {
-    let mut fields = Fields::of_query(&query.unwrap_or_default());
+    let mut fields = Fields::from_query(&query.unwrap_or_default());
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
     kernel.wait_for_book().await?;

@@ -104,7 +104,7 @@ impl<'a> RegistrationClient<'a> {
             .bearer_auth(self.token.expose_secret())
             .header(header::CONTENT_TYPE, "application/json")
             .body(body.to_owned());
-        let response = match request_id::onward(request).send().await {
+        let response = match request_id::attach(request).send().await {
             Ok(response) => response,
             Err(error) => return Attempt::Retry(svc_http::problem::chain(&error)),
         };

@@ -118,7 +118,7 @@ fn request_update(
         return Ok(());
     }
     tracing::info!(%desired, "the platform requests another release");
-    UpdateRequest::with_request_id(request.unwrap_or_else(request_id::fresh), desired).write(layout)
+    UpdateRequest::with_request_id(request.unwrap_or_else(request_id::generate), desired).write(layout)
 }
 
 /// Without a request id, every request for the release counts as the same one.

@@ -116,7 +116,7 @@ impl<'a> HeartbeatClient<'a> {
         let config = self.config;
         let url = config.platform.url(&format!("/vps/{}/heartbeat", config.identity.machine));
         let call = self.client.post(url).bearer_auth(token.expose_secret()).json(request);
-        let call = request_id::onward(call);
+        let call = request_id::attach(call);
         let response = call.send().await?;
         let status = response.status();
         Ok((status, read_body(response).await?))

@@ -138,7 +138,7 @@ async fn find_latest(
         Err(SnapshotUnusable::Store(error)) => return Err(DrillError::Store(error)),
     };
     *drilled = Some(snapshot.clone());
-    let side = snapshot::side_record(&settings.bucket, &settings.slot, &snapshot).await;
+    let side = snapshot::read_side_record(&settings.bucket, &settings.slot, &snapshot).await;
     Ok(Some((snapshot, side.map_err(DrillError::Store)?)))
 }
 

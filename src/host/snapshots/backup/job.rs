@@ -33,7 +33,7 @@ use svc_store::StoreError;
 use svc_store::key;
 use svc_store::pointer::{Fenced, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::recorded::Recorded;
+use svc_store::recorded::RecordedSnapshot;
 use svc_store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
 use svc_store::upload::{PartLayout, Upload, UploadError};
 
@@ -71,7 +71,7 @@ pub struct RunOptions {
 enum BackupError {
     #[error("this machine has been replaced (superseded.json): it no longer takes backups")]
     Superseded,
-    #[error("{prefix}{0}", prefix = if .0.is_invented() { "" } else { "this machine has been replaced: " })]
+    #[error("{prefix}{0}", prefix = if .0.is_implausible() { "" } else { "this machine has been replaced: " })]
     Fenced(Fenced),
     /// The content of the database before the restore must never replace the snapshot.
     #[error("the restore gate is closed: no backup is taken until it opens")]
@@ -124,7 +124,7 @@ impl BackupError {
 /// A stored snapshot whose attempt could not move the pointer. The next attempt of the run moves it, instead of taking
 /// another snapshot.
 pub struct Unpublished {
-    snapshot: Recorded,
+    snapshot: RecordedSnapshot,
     /// Key of the snapshot that the pointer named before. If the pointer names another one now, that one is newer.
     before: Option<String>,
 }
@@ -261,7 +261,8 @@ async fn back_up(
     failpoint::pass("backup.completed")?;
 
     progress.enter(Stage::SideRecord);
-    let snapshot = stored::record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
+    let snapshot =
+        stored::write_side_record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
     failpoint::pass("backup.side_record")?;
 
     progress.enter(Stage::Pointer);
@@ -324,7 +325,7 @@ async fn read_side_record(
     settings: &BackupSettings,
     named: &SnapshotRef,
 ) -> Result<Option<SideRecord>, BackupError> {
-    match stored::side_record(&settings.bucket, &settings.slot, named).await {
+    match stored::read_side_record(&settings.bucket, &settings.slot, named).await {
         Ok(side) => Ok(Some(side)),
         // An unusable snapshot must not block its replacement.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
@@ -356,7 +357,7 @@ async fn upload(
     let growth = settings.compression.max_growth();
     let parts = PartLayout::for_max_bytes(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
-    let open = upload.open().cloned();
+    let open = upload.open_upload().cloned();
     if let Some(open) = &open {
         open_uploads::record(&settings.layout, open);
     }

@@ -254,7 +254,7 @@ async fn accept(layout: Layout) -> Result<(), Failure> {
 
 /// Serves a request to accept the held-back snapshot. A request for a backup may be pending at the same time.
 async fn serve_accept_request(layout: &Layout, request: &RequestFile) -> Result<(), Failure> {
-    let id = request.id().unwrap_or_else(request_id::fresh);
+    let id = request.id().unwrap_or_else(request_id::generate);
     let end = request_id::run_with_id(id, accept(layout.clone())).await;
     request.complete();
     end
@@ -269,7 +269,7 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         }
     }
     let request = args.request.then(|| RequestFile::new(&layout, "backup"));
-    let id = request.as_ref().and_then(RequestFile::id).unwrap_or_else(request_id::fresh);
+    let id = request.as_ref().and_then(RequestFile::id).unwrap_or_else(request_id::generate);
     let end = match BackupSettings::read(layout, OutagePolicy::UseOutageSession) {
         Ok(settings) => {
             request_id::run_with_id(id, back_up_with_retries(&settings, args, request.as_ref())).await
@@ -325,7 +325,7 @@ async fn back_up(
 
 async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
     let request = RequestFile::new(&layout, "drill");
-    let id = request.id().unwrap_or_else(request_id::fresh);
+    let id = request.id().unwrap_or_else(request_id::generate);
     let end = request_id::run_with_id(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
     // As for a backup, a failed drill's request is removed too.
     request.complete();

@@ -144,7 +144,7 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
 
 async fn accept_held(settings: &BackupSettings) -> Result<Option<SideRecord>, AcceptError> {
     let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
-    let (side, snapshot) = stored::recorded(&settings.bucket, &settings.slot, &held.key).await?;
+    let (side, snapshot) = stored::load_recorded(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
     HeldSnapshot::clear(&settings.layout)?;
     Ok(Some(side))

@@ -204,7 +204,7 @@ async fn select_keys(
             Err(SnapshotUnusable::Store(error)) => Err(error.into()),
         };
     }
-    let all = snapshots::keys(&settings.bucket, &settings.slot).await?;
+    let all = snapshots::list_keys(&settings.bucket, &settings.slot).await?;
     read_times.read_at.retain(|key, _| all.contains(key));
     let mut taken: Vec<(String, Timestamp)> = all
         .into_iter()
@@ -226,7 +226,7 @@ enum VerifyFailure {
 }
 
 async fn verify_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, VerifyFailure> {
-    let side = snapshot::by_key(&settings.bucket, &settings.slot, key).await;
+    let side = snapshot::load(&settings.bucket, &settings.slot, key).await;
     let side = side.map_err(|unusable| match unusable {
         SnapshotUnusable::Store(error) => VerifyFailure::Unknown(error.into()),
         error => VerifyFailure::Damaged(error.to_string()),

@@ -231,7 +231,7 @@ async fn find_snapshot(settings: &RestoreSettings) -> Result<Option<SnapshotRef>
             None => snapshot::latest(&settings.context.bucket, &settings.context.slot).await,
             Some(key) => {
                 let chosen =
-                    snapshot::by_key(&settings.context.bucket, &settings.context.slot, key.as_str()).await;
+                    snapshot::load(&settings.context.bucket, &settings.context.slot, key.as_str()).await;
                 chosen.map(|side| side.named())
             }
         };
@@ -253,7 +253,7 @@ async fn read_side_record(
 ) -> Result<SideRecord, RestoreError> {
     let mut backoff = Backoff::new(settings.context.deadline);
     loop {
-        match snapshot::side_record(&settings.context.bucket, &settings.context.slot, snapshot).await {
+        match snapshot::read_side_record(&settings.context.bucket, &settings.context.slot, snapshot).await {
             Ok(side) => return Ok(side),
             Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
             Err(StoreError::NotFound { key }) => {

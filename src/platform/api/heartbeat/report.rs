@@ -120,11 +120,11 @@ fn read_trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
 /// The certificate that the host presents.
 fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
     let mut inner = fields.optional_nested("certificate")?;
-    let host_name = inner.reported("hostName");
+    let host_name = inner.reported_text("hostName");
     let source: Option<CertificateSource> = inner.required("source");
     let (issued_at, expires_at) = (inner.required_time("issuedAt"), inner.required_time("expiresAt"));
     let is_trusted = inner.boolean("isTrusted").unwrap_or(false);
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     let next_attempt_at = inner.time("nextAttemptAt").map(Into::into);
     fields.close(inner);
     Some(HostCertificate {
@@ -167,10 +167,10 @@ fn read_disk(fields: &mut Fields) -> Option<Disk> {
 fn read_last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<Outcome> = inner.required("status");
-    let key = inner.reported("key");
+    let key = inner.reported_text("key");
     let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
     let size_bytes = inner.optional_number("sizeBytes");
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     fields.close(inner);
     let status = status?;
     let report = LastBackup {
@@ -190,7 +190,7 @@ fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     let version: Option<ImageVersion> = inner.required("version");
     let outcome: Option<UpdateOutcome> = inner.required("outcome");
     let stage: Option<String> = inner.required("stage");
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     let at = inner.required_time("at");
     fields.close(inner);
     Some(LastUpdate {
@@ -215,10 +215,10 @@ fn read_check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
     let mut inner = checks.optional_nested(kind)?;
     let status: Option<Outcome> = inner.required("status");
     let at = inner.required_time("at");
-    let key = inner.reported("key");
+    let key = inner.reported_text("key");
     let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
     let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     checks.close(inner);
     Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
 }

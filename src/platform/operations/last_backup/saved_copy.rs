@@ -61,7 +61,7 @@ pub async fn find_final_backup(
     if !is_by_machine(machine, &named, window) || !is_claimed(report, &named) {
         return None;
     }
-    let side = snapshot::by_key(bucket, &slot, &named.key).await;
+    let side = snapshot::load(bucket, &slot, &named.key).await;
     let is_whole =
         side.as_ref().is_ok_and(|side| side.named() == SnapshotRef { etag: None, ..named.clone() });
     if !is_whole {

@@ -170,13 +170,13 @@ async fn find_newer_snapshot(
         let Some(key) = machine.unrestored_snapshot.as_ref().filter(|key| **key > named.key) else {
             return Ok(None);
         };
-        match snapshot::by_key(bucket, &slot, key).await {
+        match snapshot::load(bucket, &slot, key).await {
             Ok(side) => Ok(Some(side)),
             Err(SnapshotUnusable::Store(error)) => Err(error),
             Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(None),
         }
     };
-    match bucket.within(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {
+    match bucket.run_with_timeout(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {
         Ok(found) => Ok(found),
         Err(StoreError::Corrupt { .. }) => Ok(None),
         Err(_) if leased.kind == OperationKind::Delete => Ok(None),

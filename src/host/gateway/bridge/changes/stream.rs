@@ -39,7 +39,7 @@ pub async fn stream_changes(
     headers: HeaderMap,
     RawQuery(query): RawQuery,
 ) -> Result<Response, Problem> {
-    let mut query = Fields::of_query(query.as_deref().unwrap_or_default());
+    let mut query = Fields::from_query(query.as_deref().unwrap_or_default());
     let requested_app: Option<String> = query.optional("app");
     query.finish(Some(()))?;
     let Caller(principal) = caller;

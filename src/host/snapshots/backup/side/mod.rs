@@ -300,14 +300,14 @@ async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Re
             Err(error) => return Err(unusable(error)),
         },
         (None, Some(at)) => {
-            let keys = snapshots::keys(bucket, slot).await.map_err(SideError::Store)?;
+            let keys = snapshots::list_keys(bucket, slot).await.map_err(SideError::Store)?;
             let taken = keys.into_iter().filter_map(|key| Some((key::taken_at(&key)?, key)));
             taken.filter(|(taken, _)| *taken <= at).max().map(|(_, key)| key)
         }
     };
     let when = chosen.at.map(|at| format!(" taken at or before {}", svc_base::clock::rfc3339_ms(at)));
     let key = key.ok_or_else(|| SideError::NoSnapshot { when: when.unwrap_or_default() })?;
-    snapshot::by_key(bucket, slot, &key).await.map_err(unusable)
+    snapshot::load(bucket, slot, &key).await.map_err(unusable)
 }
 
 async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &str) -> Result<(), SideError> {
